@@ -1,0 +1,72 @@
+"""The description of an op that the generic tests and benchmarks read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel configuration to assemble ahead of time.
+
+    Attributes:
+        kernel: the `@triton.jit` function.
+        signature: argument name -> Triton type ("*bf16", "i32", "fp32", "constexpr").
+        constants: values of the constexpr arguments.
+        num_warps: as `_launch.py` picks it for the chip.
+        multiples_of_16: integer arguments that are multiples of 16 at run time; pointers always are.
+    """
+
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    multiples_of_16: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to test and time one op.
+
+    Attributes:
+        name: the op's name.
+        op: the public function, called with the inputs as keywords; returns a tensor or a tuple of tensors.
+        reference: the same arguments; the shortest correct torch code, computing in the dtype of its inputs, so that
+            float64 inputs give the truth.
+        eager: what a user's model runs at the same precision: the error to be no worse than.
+        make: (shape, dtype, device, generator) -> inputs; floating inputs are drawn there, in `dtype`.
+        shapes: readable id -> shape: typical, odd, one row, empty.
+        gradients: the inputs whose gradients are checked.
+        strided: makes the inputs of a shape non-contiguous, or None where the op has no strided form.
+        bench_shapes: real models' shapes for the benchmark.
+        ideal: (shape, bytes per element) -> (bytes moved, floating-point operations) of a perfect forward run.
+        ideal_backward: the same for the backward.
+        builds: (compute capability, dtype) -> the configurations the launchers would pick there.
+    """
+
+    name: str
+    op: Callable[..., Any]
+    reference: Callable[..., Any]
+    eager: Callable[..., Any]
+    make: Callable[[Shape, torch.dtype, torch.device, torch.Generator], Inputs]
+    shapes: Mapping[str, Shape]
+    gradients: Sequence[str]
+    strided: Callable[[Inputs], Inputs] | None = None
+    bench_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    ideal: Callable[[Shape, int], tuple[float, float]] | None = None
+    ideal_backward: Callable[[Shape, int], tuple[float, float]] | None = None
+    builds: Callable[[tuple[int, int], torch.dtype], Sequence[Build]] | None = None
+
+
+def randn(
+    shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator, std: float = 1.0
+) -> torch.Tensor:
+    """Normal values drawn on the CPU, so that every device sees the same ones."""
+    return (torch.randn(shape, generator=generator) * std).to(device=device, dtype=dtype)

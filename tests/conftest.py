@@ -1,0 +1,21 @@
+"""Set before any test imports Triton or a hub client: kernels run in Triton's interpreter where there is no GPU."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`gpu` tests need a GPU; asking for them by mark on a machine without one is an error of theirs, not a skip."""
+    import pytest
+
+    if torch.cuda.is_available() or "gpu" in (config.getoption("-m") or ""):
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU (make test-gpu)"))
