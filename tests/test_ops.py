@@ -22,7 +22,7 @@ def _params():
                     yield pytest.param(case, shape, dtype_id, strided, id=name)
 
 
-@pytest.mark.parametrize("case,shape,dtype,strided", _params())
+@pytest.mark.parametrize("case,shape,dtype,strided", list(_params()))
 @pytest.mark.parametrize("path", ["torch", "interpreter"])
 def test_op_is_no_worse_than_torch(case, shape, dtype, strided, path):
     if path == "interpreter" and torch.cuda.is_available():
@@ -33,7 +33,7 @@ def test_op_is_no_worse_than_torch(case, shape, dtype, strided, path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case,shape,dtype,strided", _params())
+@pytest.mark.parametrize("case,shape,dtype,strided", list(_params()))
 def test_op_on_the_gpu(case, shape, dtype, strided):
     check_case(case, shape, DTYPES[dtype], "cuda", strided=strided)
 

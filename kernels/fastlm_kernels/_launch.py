@@ -120,6 +120,12 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+def as_rows(x: Tensor, n_cols: int) -> Tensor:
+    """[..., N] -> [T, N] with unit column stride; a copy only where the strides allow no view."""
+    x = x.reshape(-1, n_cols)
+    return x if x.stride(1) == 1 or n_cols == 1 else x.contiguous()
+
+
 def row_launch(n_cols: int, live_values: int, max_block: int = 32768) -> RowLaunch:
     """Launch for a kernel that holds a whole row of `n_cols` in registers.
 

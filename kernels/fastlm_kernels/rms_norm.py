@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastlm_kernels._case import Build, Case, randn
-from fastlm_kernels._launch import RowLaunch, multiprocessors, row_launch, runs_triton, tl, triton
+from fastlm_kernels._launch import RowLaunch, as_rows, multiprocessors, row_launch, runs_triton, tl, triton
 
 # T rows (tokens), D columns (hidden size)
 MAX_COLUMNS = 32768
@@ -159,12 +159,6 @@ def rms_norm_bwd(
     return dx, partial.sum(0).to(weight.dtype) if needs_dweight else None
 
 
-def _rows(x: Tensor, n_cols: int) -> Tensor:
-    """[..., D] -> [T, D] with unit column stride; a copy only where the strides allow no view."""
-    x = x.reshape(-1, n_cols)
-    return x if x.stride(1) == 1 or n_cols == 1 else x.contiguous()
-
-
 class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, weight_offset, cast_before_weight):  # type: ignore[override]
@@ -179,15 +173,17 @@ class RMSNormFunction(torch.autograd.Function):
         h, weight, rstd = ctx.saved_tensors
         n_cols = h.shape[1]
         dx, dweight = rms_norm_bwd(
-            _rows(dy, n_cols), h, weight, rstd, ctx.weight_offset,
-            None if dh is None else _rows(dh, n_cols), needs_dweight=ctx.needs_input_grad[2],
+            as_rows(dy, n_cols), h, weight, rstd, ctx.weight_offset,
+            None if dh is None else as_rows(dh, n_cols), needs_dweight=ctx.needs_input_grad[2],
         )  # fmt: skip
         return dx, dx if ctx.has_residual else None, dweight, None, None, None
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
     if weight.ndim != 1 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(f"weight must be [D] with D the last dimension of x {tuple(x.shape)}, got {tuple(weight.shape)}")
+        raise ValueError(
+            f"weight must be [D] with D the last dimension of x {tuple(x.shape)}, got {tuple(weight.shape)}"
+        )
     if x.shape[-1] > MAX_COLUMNS:
         raise ValueError(f"the last dimension must be at most {MAX_COLUMNS}, got {x.shape[-1]}")
 
@@ -216,7 +212,7 @@ def rms_norm(
     Reference: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     _check(x, weight)
-    y = RMSNormFunction.apply(_rows(x, x.shape[-1]), None, weight, eps, weight_offset, cast_before_weight)
+    y = RMSNormFunction.apply(as_rows(x, x.shape[-1]), None, weight, eps, weight_offset, cast_before_weight)
     return y.view(x.shape)
 
 
@@ -247,7 +243,7 @@ def add_rms_norm(
         )
     n_cols = x.shape[-1]
     y, h = RMSNormFunction.apply(
-        _rows(x, n_cols), _rows(residual, n_cols), weight, eps, weight_offset, cast_before_weight
+        as_rows(x, n_cols), as_rows(residual, n_cols), weight, eps, weight_offset, cast_before_weight
     )
     return y.view(x.shape), h.view(x.shape)
 
