@@ -1,0 +1,484 @@
+"""Cross-entropy over logits that exist, one pass of row statistics and one of gradients; any vocabulary.
+
+    z = logit_scale * x / temperature                               (softcap=None)
+    z = softcap * tanh(logit_scale * x / softcap) / temperature     (Cohere scales, Granite divides, Gemma 2 caps)
+    lse = log(sum(exp(z)))
+    loss = lse - (1 - e) * z[label] - e * mean(z) + z_loss * lse**2       (e = label_smoothing)
+    dloss/dz_j = (1 + 2 * z_loss * lse) * exp(z_j - lse) - (1 - e) * [j = label] - e / V
+
+Smoothing: Szegedy et al. 2016, arXiv:1512.00567; z-loss: Chowdhery et al. 2022, arXiv:2204.02311; running maximum and
+sum: Milakov and Gimelshein 2018, arXiv:1805.02867. All statistics are float32 whatever the logits' dtype; the gradient
+is rounded once, to that dtype. Saved for the backward: the logits, the labels and lse (one float32 a row).
+
+The fused head (`linear_cross_entropy`) uses the same kernel with `with_gradient=True`: one program reads its row twice
+and overwrites it with the gradient at unit row weight, whose values lie in about [-1, 1] and suit float16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastlm_kernels._case import Build, Case, randn
+from fastlm_kernels._launch import next_power_of_2, runs_triton, tl, triton
+from fastlm_kernels._loss_rule import LossRule, RowStats, check_label_range, check_labels
+
+# T rows (tokens), V columns (vocabulary)
+# float32 values that the torch path holds at a time: 16 MiB stay near the cores of a CPU
+_TORCH_BLOCK = 1 << 22
+
+
+@triton.jit
+def _transform(x, scale, cap, HAS_SOFTCAP: tl.constexpr):
+    z = x.to(tl.float32) * scale
+    if HAS_SOFTCAP:
+        # tanh without libdevice
+        z = cap * (2.0 * tl.sigmoid(2.0 * z) - 1.0)
+    return z
+
+
+@triton.jit
+def _accumulate(
+    z, columns, mask, label, z_label, peak, total, weighted, plain, beaten,
+    HAS_ENTROPY: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_TOP1: tl.constexpr,
+):  # fmt: skip
+    # every lane keeps its own running maximum and sums, so a tile needs no exchange between threads
+    z_masked = tl.where(mask, z, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(z_masked, axis=0))
+    shift = peak - new_peak
+    rescale = tl.exp(shift)
+    centred = z_masked - new_peak[None, :]
+    e = tl.exp(centred)
+    if HAS_ENTROPY:
+        # sum of e * (z - peak); an impossible token (z = -inf) adds nothing
+        weighted = rescale * (weighted + shift * total) + tl.sum(tl.where(e > 0.0, e * centred, 0.0), axis=0)
+    total = total * rescale + tl.sum(e, axis=0)
+    if HAS_SMOOTHING:
+        plain += tl.sum(tl.where(mask, z, 0.0), axis=0)
+    if HAS_TOP1:
+        # of equal logits the first one wins, as in torch.argmax
+        beats = ((z_masked >= z_label) & (columns < label)) | ((z_masked > z_label) & (columns > label))
+        beaten = tl.maximum(beaten, tl.max(beats.to(tl.int32), axis=0))
+    return new_peak, total, weighted, plain, beaten
+
+
+@triton.jit
+def _gradient(
+    x, columns, label, is_ignored, lse, probability_factor, on_label, elsewhere, scale, cap, slope,
+    HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    z = _transform(x, scale, cap, HAS_SOFTCAP)
+    dz = tl.exp(z - lse) * probability_factor - elsewhere
+    dz = tl.where(columns == label, dz - on_label, dz) * slope
+    if HAS_SOFTCAP:
+        dz *= 1.0 - (z / cap) * (z / cap)
+    return tl.where(is_ignored, 0.0, dz)
+
+
+@triton.jit
+def _write_gradient(
+    x_row_ptr, dx_row_ptr, label, is_ignored, lse, weight, n_cols, scale, cap, slope, label_smoothing, z_loss,
+    HAS_SOFTCAP: tl.constexpr, UNROLL: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    # a label outside the vocabulary makes the whole row NaN
+    is_valid = (label >= 0) & (label < n_cols)
+    probability_factor = tl.where(is_valid, (1.0 + 2.0 * z_loss * lse) * weight, float("nan"))
+    on_label = (1.0 - label_smoothing) * weight
+    elsewhere = label_smoothing / n_cols * weight
+    offs_v = tl.arange(0, UNROLL)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [UNROLL, BLOCK_V]
+    n_whole = n_cols // (UNROLL * BLOCK_V) * (UNROLL * BLOCK_V)
+    # from the end of the row: its last columns were read last and are still in the cache
+    if n_whole < n_cols:
+        columns = n_whole + offs_v
+        mask = columns < n_cols
+        x = tl.load(x_row_ptr + columns, mask=mask, other=0.0)
+        dx = _gradient(
+            x, columns, label, is_ignored, lse, probability_factor, on_label, elsewhere, scale, cap, slope, HAS_SOFTCAP
+        )
+        tl.store(dx_row_ptr + columns, dx.to(dx_row_ptr.dtype.element_ty), mask=mask)
+    for done in range(0, n_whole, UNROLL * BLOCK_V):
+        columns = n_whole - UNROLL * BLOCK_V - done + offs_v
+        x = tl.load(x_row_ptr + columns)
+        dx = _gradient(
+            x, columns, label, is_ignored, lse, probability_factor, on_label, elsewhere, scale, cap, slope, HAS_SOFTCAP
+        )
+        tl.store(dx_row_ptr + columns, dx.to(dx_row_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _cross_entropy_fwd_kernel(
+    x_ptr, labels_ptr, loss_ptr, log_prob_ptr, lse_ptr, entropy_ptr, is_top1_ptr,
+    stride_x_row, n_cols, ignore_index, scale, cap, slope, label_smoothing, z_loss,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_TOP1: tl.constexpr,
+    WRITES_GRADIENT: tl.constexpr, UNROLL: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_row_ptr = x_ptr + row * stride_x_row
+    label = tl.load(labels_ptr + row)
+    is_ignored = label == ignore_index
+    is_valid = (label >= 0) & (label < n_cols)
+    label = tl.where(is_valid, label, -1).to(tl.int32)
+    z_label = _transform(tl.load(x_row_ptr + tl.maximum(label, 0)), scale, cap, HAS_SOFTCAP)
+
+    offs_v = tl.arange(0, UNROLL)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [UNROLL, BLOCK_V]
+    n_whole = n_cols // (UNROLL * BLOCK_V) * (UNROLL * BLOCK_V)
+    # finite, so that a lane that saw no column yet gives 0 and not NaN
+    peak = tl.full((BLOCK_V,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    weighted = tl.zeros((BLOCK_V,), tl.float32)
+    plain = tl.zeros((BLOCK_V,), tl.float32)
+    beaten = tl.zeros((BLOCK_V,), tl.int32)
+    # whole tiles carry no mask: loads stay wide for a vocabulary of any size
+    for start in range(0, n_whole, UNROLL * BLOCK_V):
+        columns = start + offs_v
+        z = _transform(tl.load(x_row_ptr + columns), scale, cap, HAS_SOFTCAP)
+        peak, total, weighted, plain, beaten = _accumulate(
+            z, columns, columns >= 0, label, z_label, peak, total, weighted, plain, beaten,
+            HAS_ENTROPY, HAS_SMOOTHING, HAS_TOP1,
+        )  # fmt: skip
+    if n_whole < n_cols:
+        columns = n_whole + offs_v
+        mask = columns < n_cols
+        z = _transform(tl.load(x_row_ptr + columns, mask=mask, other=0.0), scale, cap, HAS_SOFTCAP)
+        peak, total, weighted, plain, beaten = _accumulate(
+            z, columns, mask, label, z_label, peak, total, weighted, plain, beaten,
+            HAS_ENTROPY, HAS_SMOOTHING, HAS_TOP1,
+        )  # fmt: skip
+
+    row_peak = tl.max(peak, axis=0)
+    lane_weight = tl.exp(peak - row_peak)
+    row_total = tl.sum(total * lane_weight, axis=0)
+    log_total = tl.log(row_total)
+    lse = row_peak + log_total
+    log_prob = tl.where(is_valid, (z_label - row_peak) - log_total, float("nan"))
+    loss = -log_prob
+    if HAS_SMOOTHING:
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (lse - tl.sum(plain, axis=0) / n_cols)
+    loss += z_loss * lse * lse
+    tl.store(loss_ptr + row, tl.where(is_ignored, 0.0, loss))
+    tl.store(log_prob_ptr + row, tl.where(is_ignored, 0.0, log_prob))
+    tl.store(lse_ptr + row, tl.where(is_ignored, 0.0, lse))
+    if HAS_ENTROPY:
+        row_weighted = tl.sum(lane_weight * (weighted + (peak - row_peak) * total), axis=0)
+        tl.store(entropy_ptr + row, tl.where(is_ignored, 0.0, log_total - row_weighted / row_total))
+    if HAS_TOP1:
+        # a row with NaN in it has no best token
+        is_top1 = (tl.max(beaten, axis=0) == 0) & is_valid & (is_ignored == 0) & (lse < float("inf"))
+        tl.store(is_top1_ptr + row, is_top1.to(tl.int8))
+    if WRITES_GRADIENT:
+        _write_gradient(
+            x_row_ptr, x_row_ptr, label, is_ignored, lse, 1.0, n_cols, scale, cap, slope, label_smoothing, z_loss,
+            HAS_SOFTCAP, UNROLL, BLOCK_V,
+        )  # fmt: skip
+
+
+@triton.jit
+def _cross_entropy_bwd_kernel(
+    dloss_ptr, x_ptr, labels_ptr, lse_ptr, dx_ptr, stride_x_row, stride_dx_row, n_cols, ignore_index,
+    scale, cap, slope, label_smoothing, z_loss,
+    HAS_SOFTCAP: tl.constexpr, UNROLL: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row)
+    is_ignored = label == ignore_index
+    label = tl.where((label >= 0) & (label < n_cols), label, -1).to(tl.int32)
+    _write_gradient(
+        x_ptr + row * stride_x_row, dx_ptr + row * stride_dx_row, label, is_ignored, tl.load(lse_ptr + row),
+        tl.load(dloss_ptr + row), n_cols, scale, cap, slope, label_smoothing, z_loss, HAS_SOFTCAP, UNROLL, BLOCK_V,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Launch:
+    unroll: int
+    block: int
+    num_warps: int
+
+
+def _launch(n_cols: int) -> _Launch:
+    """16 warps share a long row: few rows in flight, so a second read meets the cache and waves stay full."""
+    block = min(4096, max(32, next_power_of_2(n_cols)))
+    return _Launch(unroll=2 if n_cols > block else 1, block=block, num_warps=max(1, min(16, block // 256)))
+
+
+def _transform_in_torch(x: Tensor, rule: LossRule) -> Tensor:
+    z = x.float() * rule.scale
+    return z if rule.softcap is None else z.tanh_().mul_(rule.cap)
+
+
+def _gradient_in_torch(
+    z: Tensor, label: Tensor, is_ignored: Tensor, lse: Tensor, dloss: Tensor, rule: LossRule
+) -> Tensor:
+    n_cols = z.shape[1]
+    is_valid = (label >= 0) & (label < n_cols)
+    dz = torch.exp(z - lse[:, None]).mul_(((1.0 + 2.0 * rule.z_loss * lse) * dloss)[:, None])
+    if rule.label_smoothing:
+        dz -= (rule.label_smoothing / n_cols * dloss)[:, None]
+    on_label = torch.where(is_valid, -(1.0 - rule.label_smoothing) * dloss, torch.nan)
+    dz.scatter_add_(1, label.clamp(0, n_cols - 1)[:, None], on_label[:, None])
+    if rule.slope != 1.0:
+        dz *= rule.slope
+    if rule.softcap is not None:
+        dz *= 1.0 - (z / rule.cap).square_()
+    return dz.masked_fill_(is_ignored[:, None], 0.0)
+
+
+def _row_blocks(n_rows: int, n_cols: int) -> list[slice]:
+    step = max(1, _TORCH_BLOCK // max(1, n_cols))
+    return [slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
+
+
+def _fwd_in_torch(logits: Tensor, labels: Tensor, rule: LossRule, with_gradient: bool, stats: RowStats) -> None:
+    n_rows, n_cols = logits.shape
+    for rows in _row_blocks(n_rows, n_cols):
+        label, z = labels[rows], _transform_in_torch(logits[rows], rule)
+        is_ignored, is_valid = label == rule.ignore_index, (label >= 0) & (label < n_cols)
+        lse = z.logsumexp(1)
+        log_prob = z.gather(1, label.clamp(0, n_cols - 1)[:, None])[:, 0] - lse
+        log_prob = log_prob.masked_fill(~is_valid, torch.nan)
+        loss = (rule.label_smoothing - 1.0) * log_prob + rule.z_loss * lse.square()
+        if rule.label_smoothing:
+            loss += rule.label_smoothing * (lse - z.mean(1))
+        stats.loss[rows] = loss.masked_fill_(is_ignored, 0.0)
+        stats.log_prob[rows] = log_prob.masked_fill_(is_ignored, 0.0)
+        stats.lse[rows] = lse.masked_fill(is_ignored, 0.0)
+        if stats.entropy is not None:
+            log_probs = z - lse[:, None]
+            entropy = torch.special.entr(log_probs.exp_()).sum(1)
+            stats.entropy[rows] = entropy.masked_fill_(is_ignored, 0.0)
+        if stats.is_top1 is not None:
+            stats.is_top1[rows] = (z.argmax(1) == label) & ~is_ignored & ~lse.isnan()
+        if with_gradient:
+            logits[rows] = _gradient_in_torch(z, label, is_ignored, lse, torch.ones_like(lse), rule).to(logits.dtype)
+
+
+def cross_entropy_fwd(
+    logits: Tensor,
+    labels: Tensor,
+    rule: LossRule,
+    with_gradient: bool = False,
+    with_entropy: bool = False,
+    with_top1: bool = False,
+) -> RowStats:
+    """Row statistics of logits [T, V] (unit column stride, any row stride) and labels [T] int64.
+
+    Args:
+        with_gradient: overwrite `logits` with dloss/dlogits at row weight 1; the logits are destroyed.
+        with_entropy: also the entropy of softmax(z).
+        with_top1: also whether the label is the most likely token (of equal ones, the first).
+
+    Raises:
+        ValueError: on a CPU, for a label outside the vocabulary. A GPU writes NaN to that row's loss, log_prob and
+            gradient instead, because reading labels back would stall it.
+    """
+    n_rows, n_cols = logits.shape
+    device = logits.device
+
+    def per_row(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n_rows, dtype=dtype, device=device)
+
+    stats = RowStats(
+        loss=per_row(), log_prob=per_row(), lse=per_row(),
+        entropy=per_row() if with_entropy else None, is_top1=per_row(torch.bool) if with_top1 else None,
+    )  # fmt: skip
+    if not runs_triton(logits):
+        if not logits.is_cuda:
+            check_label_range(labels, n_cols, rule.ignore_index)
+        _fwd_in_torch(logits, labels, rule, with_gradient, stats)
+    elif n_rows:
+        launch = _launch(n_cols)
+        _cross_entropy_fwd_kernel[(n_rows,)](
+            logits, labels, stats.loss, stats.log_prob, stats.lse,
+            stats.loss if stats.entropy is None else stats.entropy,
+            stats.loss if stats.is_top1 is None else stats.is_top1.view(torch.int8),
+            logits.stride(0), n_cols, rule.ignore_index, rule.scale, rule.cap, rule.slope,
+            rule.label_smoothing, rule.z_loss,
+            HAS_SOFTCAP=rule.softcap is not None, HAS_SMOOTHING=rule.label_smoothing > 0.0, HAS_ENTROPY=with_entropy,
+            HAS_TOP1=with_top1, WRITES_GRADIENT=with_gradient, UNROLL=launch.unroll, BLOCK_V=launch.block,
+            num_warps=launch.num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
+    return stats
+
+
+def cross_entropy_bwd(
+    dloss: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, rule: LossRule, in_place: bool = False
+) -> Tensor:
+    """dloss [T] float32 times dloss/dlogits, [T, V] in logits.dtype; with `in_place`, written over the logits."""
+    n_rows, n_cols = logits.shape
+    dlogits = logits if in_place else torch.empty((n_rows, n_cols), dtype=logits.dtype, device=logits.device)
+    if not runs_triton(logits):
+        for rows in _row_blocks(n_rows, n_cols):
+            label, z = labels[rows], _transform_in_torch(logits[rows], rule)
+            dz = _gradient_in_torch(z, label, label == rule.ignore_index, lse[rows], dloss[rows], rule)
+            dlogits[rows] = dz.to(logits.dtype)
+    elif n_rows:
+        launch = _launch(n_cols)
+        _cross_entropy_bwd_kernel[(n_rows,)](
+            dloss, logits, labels, lse, dlogits, logits.stride(0), dlogits.stride(0), n_cols, rule.ignore_index,
+            rule.scale, rule.cap, rule.slope, rule.label_smoothing, rule.z_loss,
+            HAS_SOFTCAP=rule.softcap is not None, UNROLL=launch.unroll, BLOCK_V=launch.block,
+            num_warps=launch.num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
+    return dlogits
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, labels, rule):  # type: ignore[override]
+        stats = cross_entropy_fwd(logits, labels, rule)
+        ctx.save_for_backward(logits, labels, stats.lse)
+        ctx.rule = rule
+        return stats.loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):  # type: ignore[override]
+        logits, labels, lse = ctx.saved_tensors
+        return cross_entropy_bwd(dloss.contiguous(), logits, labels, lse, ctx.rule), None, None
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of every row, not reduced.
+
+    loss = -(1 - e) * log p[label] - e * mean(log p) + z_loss * lse**2
+    p = softmax(z), z = softcap * tanh(logit_scale * x / softcap)
+
+    Args:
+        logits: [..., V], float16, bfloat16 or float32.
+        labels: [...], any integer dtype, in 0..V-1 or `ignore_index`.
+        ignore_index: label of rows that get loss 0 and gradient 0.
+        label_smoothing: e above; 0 to 1.
+        logit_scale: factor on the logits, before the cap (Cohere's logit_scale, 1 / Granite's logits_scaling).
+        softcap: Gemma 2's final_logit_softcapping, or None.
+        z_loss: weight of the squared log-sum-exp.
+
+    Returns:
+        [...] float32. Statistics are float32, the gradient has logits.dtype.
+
+    Raises:
+        ValueError: if shapes or settings do not fit, or, on a CPU, for a label outside the vocabulary. On a GPU such a
+            row's loss and gradient are NaN: a check would stall the device.
+        TypeError: for a dtype that the kernels do not take.
+    """
+    rule = LossRule(ignore_index, logit_scale, softcap, 1.0, label_smoothing, z_loss)
+    check_labels(labels, logits, "logits")
+    if logits.shape[-1] == 0:
+        raise ValueError("logits must have at least one column, got an empty vocabulary")
+    rows = logits.reshape(-1, logits.shape[-1])
+    rows = rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+    return CrossEntropyFunction.apply(rows, labels.reshape(-1).long().contiguous(), rule).view(labels.shape)
+
+
+def cross_entropy_reference(
+    logits, labels, ignore_index=-100, label_smoothing=0.0, logit_scale=1.0, softcap=None, z_loss=0.0
+):
+    z = logits * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = z.log_softmax(-1)
+    kept = labels != ignore_index
+    nll = -log_p.gather(-1, labels.where(kept, 0)[..., None])[..., 0]
+    loss = (1 - label_smoothing) * nll - label_smoothing * log_p.mean(-1) + z_loss * z.logsumexp(-1).square()
+    return loss.where(kept, 0.0)
+
+
+def _eager(logits, labels, ignore_index=-100, label_smoothing=0.0, logit_scale=1.0, softcap=None, z_loss=0.0):
+    z = logits.float() * logit_scale
+    if softcap is not None:
+        z = torch.tanh(z / softcap) * softcap
+    rows = z.reshape(-1, z.shape[-1])
+    loss = F.cross_entropy(
+        rows, labels.reshape(-1), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    penalty = (z_loss * rows.logsumexp(-1).square()).masked_fill(labels.reshape(-1) == ignore_index, 0.0)
+    return (loss + penalty).view(labels.shape)
+
+
+def _make(shape, dtype, device, generator):
+    labels = torch.randint(shape[-1], shape[:-1], generator=generator)
+    labels = labels.masked_fill(torch.rand(shape[:-1], generator=generator) < 0.2, -100)
+    # one column: the gradient is zero but for the z-loss, nothing but cancellation
+    is_odd = shape[-1] % 2 == 1 and shape[-1] > 1
+    return dict(
+        logits=randn(shape, dtype, device, generator, std=3.0),
+        labels=labels.to(device),
+        label_smoothing=0.1 if is_odd else 0.0,
+        logit_scale=0.5 if is_odd else 1.0,
+        softcap=5.0 if shape[-1] % 3 == 0 else None,
+        z_loss=1e-3 if is_odd else 0.0,
+    )
+
+
+def _strided(inputs):
+    logits = inputs["logits"]
+    wide = F.pad(logits, (0, 3), value=float("nan"))
+    return dict(inputs, logits=wide[..., : logits.shape[-1]])
+
+
+def _builds(cc, dtype):
+    pointer = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
+    shared = dict(
+        n_cols="i32", ignore_index="i32", scale="fp32", cap="fp32", slope="fp32", label_smoothing="fp32", z_loss="fp32"
+    )
+    for n_cols in (2048, 128256):
+        launch = _launch(n_cols)
+        for has_all in (False, True):
+            flags = dict(HAS_SOFTCAP=has_all, UNROLL=launch.unroll, BLOCK_V=launch.block)
+            more = dict(HAS_SMOOTHING=has_all, HAS_ENTROPY=has_all, HAS_TOP1=has_all, WRITES_GRADIENT=True)
+            yield Build(
+                kernel=_cross_entropy_fwd_kernel,
+                signature=dict(
+                    x_ptr=pointer, labels_ptr="*i64", loss_ptr="*fp32", log_prob_ptr="*fp32", lse_ptr="*fp32",
+                    entropy_ptr="*fp32", is_top1_ptr="*i8", stride_x_row="i32", **shared,
+                    **dict.fromkeys(("HAS_SOFTCAP", *more, "UNROLL", "BLOCK_V"), "constexpr"),
+                ),
+                constants=flags | more,
+                num_warps=launch.num_warps,
+                multiples_of_16=("stride_x_row", "n_cols"),
+            )  # fmt: skip
+            yield Build(
+                kernel=_cross_entropy_bwd_kernel,
+                signature=dict(
+                    dloss_ptr="*fp32", x_ptr=pointer, labels_ptr="*i64", lse_ptr="*fp32", dx_ptr=pointer,
+                    stride_x_row="i32", stride_dx_row="i32", **shared, **dict.fromkeys(flags, "constexpr"),
+                ),
+                constants=flags,
+                num_warps=launch.num_warps,
+                multiples_of_16=("stride_x_row", "stride_dx_row", "n_cols"),
+            )  # fmt: skip
+
+
+CASE = Case(
+    name="cross_entropy",
+    op=cross_entropy,
+    reference=cross_entropy_reference,
+    eager=_eager,
+    make=_make,
+    shapes={
+        "typical": (2, 12, 512),
+        "odd": (5, 97),
+        "softcap": (4, 300),
+        "one-row": (1, 128),
+        "one-column": (3, 1),
+        "long": (3, 65537),
+        "empty": (0, 64),
+    },
+    gradients=("logits",),
+    strided=_strided,
+    bench_shapes={"T4096-V32000": (4096, 32000), "T4096-V128256": (4096, 128256), "T2048-V262144": (2048, 262144)},
+    ideal=lambda shape, size: (1.0 * shape[0] * shape[1] * size, 4.0 * shape[0] * shape[1]),
+    ideal_backward=lambda shape, size: (2.0 * shape[0] * shape[1] * size, 4.0 * shape[0] * shape[1]),
+    builds=_builds,
+)
