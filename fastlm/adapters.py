@@ -1,0 +1,280 @@
+"""The door to peft: adapters made by its own LoraConfig, and read as plain tensors when a forward needs them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlm import loading, quant
+from fastlm_kernels.lora import Projection
+
+
+def peft() -> Any:
+    """peft, imported after bitsandbytes: importing peft imports it, and that import must not look things up on the hub."""
+    if quant.is_installed():
+        quant.bitsandbytes()
+    return importlib.import_module("peft")
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    module = sys.modules.get("peft")
+    return module is not None and isinstance(model, module.PeftModel)
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT model; any other model itself."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def _lora() -> Any:
+    """peft.tuners.lora if it is loaded: without it, no module can be an adapter's."""
+    return sys.modules.get("peft.tuners.lora")
+
+
+def is_lora_layer(module: nn.Module) -> bool:
+    lora = _lora()
+    return lora is not None and isinstance(module, lora.LoraLayer)
+
+
+# The reason of `view_linear` that is no fallback: a layer whose weight is trained is a plain GEMM in both directions.
+TRAINED_WEIGHT = "its weight is trained"
+
+
+def is_plain_lora_layer(module: nn.Module) -> bool:
+    """Whether this is exactly peft's LoRA layer around a dense or 4-bit linear layer."""
+    lora = _lora()
+    return lora is not None and type(module) in _linear_kinds(lora)
+
+
+def _linear_kinds(lora: Any) -> tuple[type, ...]:
+    # peft defines the 4-bit class only where bitsandbytes is installed
+    return (lora.Linear, lora.Linear4bit) if quant.is_installed() else (lora.Linear,)
+
+
+@dataclass(frozen=True)
+class LinearView:
+    """One linear layer, with the adapter that is active on it, as a fused function needs it.
+
+    Attributes:
+        projection: plain tensors.
+        dtype: in which the base GEMM runs.
+        out_dtype: of the stock layer's result.
+        lora_dtype: of the adapter's GEMMs; None means the adapter's own.
+    """
+
+    projection: Projection
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    lora_dtype: torch.dtype | None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling this module does more than its forward: such a module must be called, not read."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "_hf_hook" in module.__dict__
+    )
+
+
+def _supports_bfloat16(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def view_linear(module: nn.Module, x: Tensor) -> LinearView | str:
+    """A linear layer as plain tensors for input x, or why it must be called as a module.
+
+    Read at call time, so adapters may be added, switched, disabled or merged after the model was patched.
+    """
+    scaling, dropout, lora_a, lora_b = 1.0, 0.0, None, None
+    base = module
+    if has_hooks(module):
+        return "a projection has hooks"
+    if is_lora_layer(module):
+        lora = _lora()
+        if type(module) not in _linear_kinds(lora):
+            return f"{type(module).__module__}.{type(module).__name__} is not a plain LoRA linear"
+        base = module.base_layer
+        if has_hooks(base):
+            return "a projection has hooks"
+        if module.disable_adapters:
+            if module.merged:
+                return "a disabled adapter is still merged"
+        elif not module.merged:
+            active = [name for name in module.active_adapters if name in module.lora_A]
+            if len(active) > 1:
+                return f"{len(active)} adapters are active at once"
+            if active:
+                name = active[0]
+                if name in module.lora_variant:
+                    return f"adapter {name!r} is a LoRA variant ({type(module.lora_variant[name]).__name__})"
+                a, b = module.lora_A[name], module.lora_B[name]
+                if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None or has_hooks(a) or has_hooks(b):
+                    return f"adapter {name!r} is more than two plain matrices"
+                if not module.cast_input_dtype_enabled:
+                    return "its input cast is switched off"
+                drop = module.lora_dropout[name]
+                if has_hooks(drop) or not isinstance(drop, (nn.Dropout, nn.Identity)):
+                    return f"adapter {name!r} has a dropout of its own kind"
+                dropout = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
+                if dropout == 1.0:
+                    return "its dropout is 1"
+                lora_a, lora_b, scaling = a.weight, b.weight, module.scaling[name]
+    autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    if quant.is_4bit(base):
+        weight = quant.nf4_weight(base)
+        if isinstance(weight, str):
+            return weight
+        dtype, out_dtype = autocast or quant.compute_dtype(base, x), x.dtype
+    elif type(base) is nn.Linear:
+        weight = base.weight
+        if weight.requires_grad:
+            return TRAINED_WEIGHT
+        if autocast is None and weight.dtype != x.dtype:
+            return f"its weight is {weight.dtype} and its input {x.dtype}"
+        dtype = out_dtype = autocast or x.dtype
+    else:
+        return f"{type(base).__name__} is not a plain or 4-bit linear layer"
+    if weight.device != x.device if isinstance(weight, Tensor) else weight.packed.device != x.device:
+        return "its weight lies on another device"
+    lora_dtype = autocast
+    if lora_a is not None and lora_a.dtype is torch.bfloat16 and not _supports_bfloat16(x.device):
+        # TRL casts the adapters of a quantized model to bfloat16 whatever the card; no such pointer may reach a kernel here
+        lora_dtype = dtype
+    projection = Projection(weight, base.bias, lora_a, lora_b, float(scaling), float(dropout))
+    return LinearView(projection, dtype, out_dtype, lora_dtype)
+
+
+def views(modules: Sequence[nn.Module], x: Tensor) -> list[LinearView] | str:
+    """All modules as views that can run as one function, or the first reason why not."""
+    found = []
+    for module in modules:
+        view = view_linear(module, x)
+        if isinstance(view, str):
+            return view
+        found.append(view)
+    first = found[0]
+    lora_dtypes = {v.lora_dtype or v.projection.lora_a.dtype for v in found if v.projection.lora_a is not None}
+    if any((v.dtype, v.out_dtype) != (first.dtype, first.out_dtype) for v in found) or len(lora_dtypes) > 1:
+        return "the projections compute in different dtypes"
+    return found
+
+
+def trained_copy(module: nn.Module) -> nn.Module | str:
+    """The module that a call of `module` reaches: through peft's wrapper of fully trained copies to the active copy.
+
+    Returns a reason instead where that is not one plain module.
+    """
+    loaded = sys.modules.get("peft.utils.other")
+    if loaded is None or not isinstance(module, loaded.AuxiliaryTrainingWrapper):
+        return module
+    if not isinstance(module, loaded.ModulesToSaveWrapper):
+        return f"{type(module).__name__} trains single rows of it"
+    if has_hooks(module):
+        return "it has hooks"
+    if module.disable_adapters or not module.active_adapters:
+        return module.original_module
+    if len(module.active_adapters) > 1:
+        return f"{len(module.active_adapters)} adapters are active at once"
+    return module.modules_to_save[module.active_adapters[0]]
+
+
+def has_adapter(model: nn.Module) -> bool:
+    return is_peft_model(model) or any(is_lora_layer(module) for module in model.modules())
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """Last parts of the names of the model's linear layers, without the head's."""
+    head = model.get_output_embeddings()
+    return sorted(
+        {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    )
+
+
+def lora_config(model: nn.Module, settings: dict[str, Any], others: dict[str, Any]) -> Any:
+    """PEFT's own LoraConfig for this model.
+
+    Raises:
+        ValueError: if a target or a module to save does not exist in the model, or PEFT refuses a value.
+        TypeError: for an argument that LoraConfig does not have.
+    """
+    targets = settings["target_modules"]
+    if not targets:
+        raise ValueError(f"target_modules is empty: name some of {_linear_names(model)}, or 'all-linear'")
+    names = [name for name, _ in model.named_modules()]
+    if not isinstance(targets, str):
+        unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
+        if unknown:
+            raise ValueError(f"target_modules {unknown} are not in this model: its linear layers are {_linear_names(model)}")
+    for name in settings["modules_to_save"] or ():
+        if not any(n == name or n.endswith(f".{name}") for n in names):
+            raise ValueError(f"modules_to_save {name!r} is not in this model")
+    config_class = peft().LoraConfig
+    unknown = sorted(set(others) - set(config_class.__dataclass_fields__))
+    if unknown:
+        raise TypeError(f"get_peft_model() got an unexpected keyword argument {unknown[0]!r}")
+    return config_class(**{"task_type": "CAUSAL_LM", **settings, **others})
+
+
+def add_adapter(model: nn.Module, config: Any) -> nn.Module:
+    """The model wrapped in PEFT with a new adapter, as PEFT itself does it."""
+    return peft().get_peft_model(model, config)
+
+
+def load_adapter(model: nn.Module, name: str, config: Any) -> nn.Module:
+    """The model wrapped in PEFT with a saved adapter, trainable.
+
+    Args:
+        model: the base model.
+        name: directory or hub id of the adapter.
+        config: the `LoadConfig` of the request.
+
+    Raises:
+        ValueError: if the adapter's file is damaged or pickled, or does not fit this model, naming the first tensor that does not.
+    """
+    package = peft()
+    hub: dict[str, Any] = {}
+    saved: dict[str, Any] | None = None
+    if os.path.isdir(name):
+        loading.check_weights(name, "adapter_model", allow_pickle=not config.use_safetensors)
+        file = os.path.join(name, "adapter_model.safetensors")
+        saved = loading.safetensors_header(file) if os.path.exists(file) else None
+        _grow_embeddings(model, saved or {})
+    else:
+        hub = dict(token=config.token, revision=config.revision, cache_dir=config.cache_dir)
+        if config.use_safetensors:
+            hub["use_safetensors"] = True
+    try:
+        wrapped = package.PeftModel.from_pretrained(model, name, is_trainable=True, **hub)
+    except RuntimeError as error:
+        raise ValueError(f"the adapter {name!r} does not fit this base model: {_first_lines(error)}") from error
+    except ValueError as error:
+        raise ValueError(f"the adapter {name!r} does not fit this base model: {error}") from error
+    if saved is not None:
+        expected = package.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        missing, foreign = sorted(set(expected) - set(saved)), sorted(set(saved) - set(expected))
+        foreign = [key for key in foreign if "lora_" in key]
+        if missing or foreign:
+            what = f"it lacks {missing[0]}" if missing else f"{foreign[0]} has no place in it"
+            raise ValueError(f"the adapter {name!r} does not fit this base model ({type(model).__name__}): {what}")
+    return wrapped
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines()[:3])
+
+
+def _grow_embeddings(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Give the model as many embedding rows as the adapter was trained with: new tokens came with it."""
+    rows = {t["shape"][0] for key, t in saved.items() if key.endswith(("embed_tokens.weight", "lm_head.weight")) and "lora_" not in key}
+    if rows and max(rows) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(max(rows))

@@ -1,0 +1,211 @@
+"""Which fast parts a model gets: the family's row decides, the rest keeps its stock forward and a reason."""
+
+from __future__ import annotations
+
+import logging
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fastlm import adapters, loading, quant
+from fastlm.families import FAMILIES, Family
+from fastlm.forwards import attention, backbone, causal_lm, linear, mlp, norm
+from fastlm.patching import bind, patch_of, patched_modules, unbind
+
+logger = logging.getLogger(__name__)
+
+_KEY = "_fastlm_state"
+
+
+@dataclass
+class ModelState:
+    """What fastlm knows about one model, kept on the transformers model itself.
+
+    Attributes:
+        family: the row that fits, or None.
+        reasons: module name -> why it keeps its stock forward. The empty name speaks of the whole model.
+        strict: raise where a layer would stay stock.
+        stock_config: the config object before the model got its own, or None if it kept it.
+        stock_attention: name of the attention implementation before ours.
+        checkpointing: True, False or None, as `config.parse_checkpointing`.
+        hook: handle of the forward pre-hook on the model, or None.
+        max_seq_length: longest row that the model was loaded for, or None.
+        length_was_checked: whether cut rows were looked for.
+        is_full: the model was loaded for full fine-tuning.
+        keep_attention: the user chose the attention implementation.
+    """
+
+    family: Family | None
+    reasons: dict[str, str] = field(default_factory=dict)
+    strict: bool = False
+    stock_config: Any = None
+    stock_attention: str | None = None
+    checkpointing: bool | None = None
+    hook: Any = None
+    max_seq_length: int | None = None
+    length_was_checked: bool = False
+    is_full: bool = False
+    keep_attention: bool = False
+
+
+def state_of(model: nn.Module) -> ModelState | None:
+    """The state of a model that was patched and not reverted."""
+    return adapters.base_model(model).__dict__.get(_KEY)
+
+
+def find_family(base: PreTrainedModel) -> Family | str:
+    """The row of the table that describes this model, or why none does."""
+    family = FAMILIES.get(base.config.model_type)
+    kind = type(base)
+    if family is None:
+        return f"no row for {base.config.model_type!r} in the table of families"
+    if kind.__name__ != family.causal_lm or not kind.__module__.startswith("transformers.models."):
+        return f"{kind.__module__}.{kind.__name__} is not transformers' {family.causal_lm}"
+    return family
+
+
+def _attention_reason(base: PreTrainedModel, keep_attention: bool) -> str | None:
+    """Why the attention of a known family stays stock, or None."""
+    implementation = base.config._attn_implementation
+    if keep_attention or implementation not in ("sdpa", backbone.ATTENTION):
+        return f"attention implementation {implementation!r} was asked for"
+    if base.config.attention_dropout:
+        return f"attention_dropout is {base.config.attention_dropout}"
+    return None
+
+
+def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, attention_reason: str | None) -> None:
+    activation = mlp.ACTIVATIONS.get(base.config.hidden_act)
+    parts: dict[str, tuple[str, Any, Any, str | None]] = {
+        family.norm: ("norm", norm.forward, family, None),
+        family.attention: ("attention", attention.forward, family, attention_reason),
+        family.backbone: ("backbone", backbone.forward, family, None),
+        family.causal_lm: ("head", causal_lm.forward, family, None),
+    }
+    if activation is not None:
+        parts[family.mlp] = ("mlp", mlp.forward, mlp.MLPFacts(activation), None)
+    else:
+        parts[family.mlp] = ("mlp", mlp.forward, None, f"activation {base.config.hidden_act!r} has no kernel")
+    for name, module in base.named_modules():
+        found = parts.get(type(module).__name__)
+        if found is None or not type(module).__module__.startswith("transformers.models."):
+            continue
+        part, forward, facts, reason = found
+        if reason is None and any(quant.is_8bit(child) for child in module.children()):
+            reason = "its weights are 8-bit"
+        if reason is None:
+            reason = bind(module, part, forward, facts, state.strict)
+        if reason is not None:
+            state.reasons[name] = reason
+
+
+def _bind_lora_layers(base: PreTrainedModel, state: ModelState) -> None:
+    """Each plain LoRA layer as one function, for models whose attention and MLP have no fast forward."""
+    for name, module in base.named_modules():
+        if adapters.is_plain_lora_layer(module):
+            reason = bind(module, "linear", linear.forward, None, state.strict)
+            if reason is not None:
+                state.reasons[name] = reason
+
+
+def patch(model: nn.Module, strict: bool = False, keep_attention: bool = False) -> None:
+    """Bind all fast parts that fit this model. Patching again takes in adapters that were added since.
+
+    Args:
+        model: a transformers causal language model, or a PEFT model around one.
+        strict: raise instead of leaving a layer stock, now or at call time.
+        keep_attention: the user chose the attention implementation.
+
+    Raises:
+        TypeError: if it is not a causal language model of transformers.
+        RuntimeError: with `strict`, naming the first layer that would stay stock.
+    """
+    base = adapters.base_model(model)
+    if not loading.is_causal_lm(base):
+        raise TypeError(f"a causal language model of transformers (or a PEFT model around one) is needed, got {type(base).__name__}")
+    family = find_family(base)
+    state = state_of(model)
+    if state is None:
+        state = ModelState(family=family if isinstance(family, Family) else None)
+        base.__dict__[_KEY] = state
+    state.strict, state.keep_attention, state.reasons = strict, keep_attention, {}
+    if isinstance(family, str):
+        state.reasons[""] = family
+    else:
+        reason = _attention_reason(base, keep_attention)
+        if reason is None and base.config._attn_implementation != backbone.ATTENTION:
+            backbone.register()
+            state.stock_config = loading.own_config(model, base)
+            state.stock_attention = base.config._attn_implementation
+            base.set_attn_implementation(backbone.ATTENTION)
+        _bind_family(base, family, state, reason)
+    _bind_lora_layers(base, state)
+    if strict:
+        stock = next(iter(state.reasons.items()), None)
+        if stock is not None:
+            revert(model)
+            raise RuntimeError(f"strict=True, but {stock[0] or 'the model'} would stay stock: {stock[1]}")
+
+
+def revert(model: nn.Module) -> None:
+    """Give every module of the model its stock forward back, and the model its config.
+
+    The model then computes bit for bit what it did before it was patched, with the weights it has now. Wrappers that a trainer put
+    around a fast forward go on working: they reach the stock one. A model that was never patched stays as it is.
+    """
+    base = adapters.base_model(model)
+    state = state_of(model)
+    for _, module, _ in list(patched_modules(base)):
+        unbind(module)
+    if state is None:
+        return
+    if state.hook is not None:
+        state.hook.remove()
+    if state.stock_config is not None:
+        ours = base.config
+        for name, value in _changed(ours, state.stock_config).items():
+            setattr(state.stock_config, name, value)
+        loading.replace_config(model, ours, state.stock_config)
+    set_checkpointing(base, None)
+    del base.__dict__[_KEY]
+
+
+def _changed(ours: Any, stock: Any) -> dict[str, Any]:
+    """What the user or a trainer changed on our copy of the config since: it goes with the model."""
+    internal = ("_attn_implementation_internal", "_attn_implementation")
+    before = vars(stock)
+    return {
+        name: value
+        for name, value in vars(ours).items()
+        if name not in internal and isinstance(value, (bool, int, float, str, type(None))) and before.get(name) != value
+    }
+
+
+def set_checkpointing(base: nn.Module, mode: bool | None) -> None:
+    """Let the model recompute its layers always (True), never (False), or as the trainer says (None)."""
+    base.__dict__.pop("_set_gradient_checkpointing", None)
+    if mode is True:
+        base.gradient_checkpointing_enable()
+    elif mode is False:
+        base.gradient_checkpointing_disable()
+
+        def keep_all(self: Any, enable: bool = True, **kwargs: Any) -> None:
+            if enable:
+                logger.info("gradient checkpointing stays off: use_gradient_checkpointing=False was given")
+
+        base.__dict__["_set_gradient_checkpointing"] = types.MethodType(keep_all, base)
+
+
+def device_path(module: nn.Module) -> str:
+    """ "triton" where the module's tensors run our kernels, else "torch"."""
+    from fastlm_kernels._launch import HAS_TRITON
+
+    tensor: torch.Tensor | None = next(module.parameters(), None)
+    return "triton" if HAS_TRITON and tensor is not None and tensor.is_cuda else "torch"
+
+
+__all__ = ["ModelState", "device_path", "find_family", "patch", "patch_of", "revert", "set_checkpointing", "state_of"]

@@ -1,0 +1,61 @@
+"""Self-attention with rotary embedding: fused projections, fused q/k norm + rotation, a chosen attention backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlm.families import Family
+from fastlm.forwards.backbone import ATTENTION, sequence_layout
+from fastlm.forwards.projections import project
+from fastlm.patching import Fallback, patch_of
+from fastlm_kernels.attention import attention, attention_backend
+from fastlm_kernels.rope import rope
+
+
+def _window(module: nn.Module, family: Family) -> int | None:
+    if family.window == "config":
+        return module.config.sliding_window
+    return module.sliding_window if family.window == "module" else None
+
+
+def forward(
+    self: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    patch = patch_of(self)
+    family = patch.facts
+    if self.config._attn_implementation != ATTENTION:
+        raise Fallback(f"attention implementation {self.config._attn_implementation!r} was asked for")
+    if self.training and self.attention_dropout:
+        raise Fallback("attention dropout is on")
+    batch, length, _ = hidden_states.shape
+    # [B, S, heads, E]: views of one stacked GEMM's output where the projections run as one function
+    packed = project((self.q_proj, self.k_proj, self.v_proj), hidden_states, patch)
+    q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in packed)
+    norms: dict[str, Any] = {}
+    if family.has_qk_norm:
+        norms = dict(
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            eps=self.q_norm.variance_epsilon,
+            weight_offset=family.norm_weight_offset,
+        )
+    cos, sin = position_embeddings
+    q, k = rope(q, k, cos, sin, interleaved=family.rope_interleaved, **norms)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    # a mask holds causality, window and padding already; without one, whole rows have a layout or are plain
+    is_whole_row = attention_mask is None and k.shape[1] == length
+    layout = sequence_layout(kwargs) if is_whole_row else None
+    window = _window(self, family) if attention_mask is None else None
+    patch.backend = attention_backend(q, k, v, layout, window, attention_mask)
+    out = attention(q, k, v, self.scaling, layout=layout, window=window, mask=attention_mask)
+    return project((self.o_proj,), out.reshape(batch, length, -1), patch)[0], None

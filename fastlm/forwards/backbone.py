@@ -1,0 +1,140 @@
+"""What a model's layers share: where samples begin and end in a batch, worked out once for all layers.
+
+Padding and packing travel as a `SequenceLayout` in the keyword arguments that transformers hands through to every attention
+module; no [S, S] mask is made for them. Steps through a cache get the mask that transformers makes for SDPA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fastlm.patching import patch_of
+from fastlm_kernels.attention import (
+    SequenceLayout,
+    attention,
+    layout_from_cu_seqlens,
+    packed_layout,
+    padded_layout,
+)
+
+# The name in `config._attn_implementation` under which transformers finds our mask and attention functions.
+ATTENTION = "fastlm"
+_LAYOUT = "sequence_layout"
+
+
+def sequence_layout(kwargs: dict[str, Any]) -> SequenceLayout | None:
+    """The layout for one attention call: given by the backbone, or by a collator as cumulative lengths."""
+    layout = kwargs.get(_LAYOUT)
+    if layout is None and kwargs.get("cu_seq_lens_q") is not None:
+        layout = layout_from_cu_seqlens(kwargs["cu_seq_lens_q"], kwargs["max_length_q"])
+    return layout
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """transformers' mask hook: None for whole rows, whose padding and packing the layout describes, else SDPA's mask."""
+    is_whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+    # `use_vmap` marks a mask that the model combines with one of its own
+    if is_whole_row and not use_vmap:
+        return None
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+        **kwargs,
+    )
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention hook, for a stock attention module inside a patched model.
+
+    query [B, H, S, E], key and value [B, K, Skv, E] -> [B, S, H, E], None.
+    """
+    if dropout:
+        raise ValueError(
+            f"attention dropout {dropout} is not supported by attention implementation {ATTENTION!r}: set "
+            "config.attention_dropout to 0 or load with attn_implementation='sdpa'"
+        )
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    is_whole_row = attention_mask is None and k.shape[1] == q.shape[1]
+    out = attention(
+        q, k, v, scaling if scaling is not None else query.shape[-1] ** -0.5,
+        layout=sequence_layout(kwargs) if is_whole_row else None,
+        window=sliding_window if attention_mask is None else None, mask=attention_mask,
+    )  # fmt: skip
+    return out, None
+
+
+def register() -> None:
+    """Make our attention known to transformers under its name, through its own registries. No model changes by it."""
+    if ATTENTION not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(ATTENTION, attention_function)
+        AttentionMaskInterface.register(ATTENTION, mask_function)
+
+
+def forward(
+    self: nn.Module,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    stock = patch_of(self).stock
+    rows = input_ids if input_ids is not None else inputs_embeds
+    if self.config._attn_implementation == ATTENTION and rows is not None and kwargs.get(_LAYOUT) is None:
+        layout = None
+        if kwargs.get("cu_seq_lens_q") is not None:
+            layout = sequence_layout(kwargs)
+        elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and attention_mask.shape == rows.shape[:2]:
+            layout = padded_layout(attention_mask)
+            if layout is None:
+                attention_mask = None
+        elif attention_mask is None and position_ids is not None and past_key_values is None:
+            layout = packed_layout(position_ids)
+            # transformers recognises packed rows only without a cache; with one, samples would see each other
+            use_cache = use_cache if layout is None else False
+        if layout is not None:
+            kwargs[_LAYOUT] = layout
+    return stock(
+        self,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        **kwargs,
+    )

@@ -1,0 +1,165 @@
+"""The language-model head: the loss from the hidden states, logits only when somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from fastlm import adapters
+from fastlm.patching import Fallback, patch_of
+from fastlm_kernels.cross_entropy import cross_entropy
+from fastlm_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+
+IGNORE_INDEX = -100
+# Keyword under which a trainer asks for per-token statistics instead of logits; its value builds the output from them.
+TOKEN_OUTPUT = "fastlm_token_output"
+
+
+class DeferredLogits:
+    """Logits that nobody has read yet: the head and its input, multiplied on the first read."""
+
+    def __init__(self, head: nn.Module, hidden: Tensor) -> None:
+        self.head, self.hidden = head, hidden
+
+    def __call__(self) -> Tensor:
+        return self.head(self.hidden)
+
+
+@dataclass
+class CausalLMOutput(CausalLMOutputWithPast):
+    """transformers' output whose `logits` are made when they are read: by attribute, key or index.
+
+    A training step that only uses the loss never builds them. Iterating over `items()` does not build them either.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if isinstance(value, DeferredLogits):
+            value = value()
+            self[name] = value
+        return value
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            # transformers stores a key's value as the attribute of the same name
+            if key not in self.keys():
+                raise KeyError(key)
+            return getattr(self, key)
+        if isinstance(key, int):
+            return getattr(self, list(self.keys())[key])
+        return self.to_tuple()[key]
+
+
+def _shifted(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Hidden states and the label that each predicts. hidden [B, S, D], labels [B, S]."""
+    if shift_labels is not None:
+        return hidden, shift_labels.to(hidden.device)
+    return hidden[:, :-1], labels[:, 1:].to(hidden.device)
+
+
+def _denominator(labels: Tensor, num_items_in_batch: Any) -> Any:
+    if num_items_in_batch is None:
+        # nothing to train on is a loss of 0, not 0 / 0
+        return (labels != IGNORE_INDEX).sum().clamp(min=1)
+    return num_items_in_batch.to(labels.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
+
+
+def _head(model: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | str:
+    """Hidden states, weight and bias in the dtype of the head's GEMM; or why the head must be called as a module."""
+    head = adapters.trained_copy(model.get_output_embeddings())
+    if isinstance(head, str):
+        return f"the head cannot be read: {head}"
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__name__}"
+    if adapters.has_hooks(head):
+        return "the head has hooks"
+    if head.weight.device != hidden.device:
+        return "the head lies on another device"
+    device = hidden.device.type
+    weight, bias = head.weight, head.bias
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    elif hidden.dtype != weight.dtype:
+        return f"the head's weight is {weight.dtype} and its input {hidden.dtype}"
+    return hidden, weight, bias
+
+
+def forward(
+    self: nn.Module,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | torch.Tensor = 0,
+    **kwargs: Any,
+) -> Any:
+    patch = patch_of(self)
+    token_output: Callable[..., Any] | None = kwargs.pop(TOKEN_OUTPUT, None)
+    backbone_inputs = dict(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+    )
+    shift_labels = kwargs.get("shift_labels")
+    if token_output is None:
+        if labels is None:
+            # nothing to gain without a loss: the stock forward is the head's GEMM
+            return patch.stock(self, **backbone_inputs, logits_to_keep=logits_to_keep, **kwargs)
+        if self.loss_function is not ForCausalLMLoss:
+            raise Fallback("the model has a loss function of its own")
+        if isinstance(logits_to_keep, Tensor) or logits_to_keep:
+            raise Fallback("labels and logits_to_keep were given together")
+        if kwargs.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:
+            raise Fallback("another ignore_index was given")
+    return_dict = kwargs.pop("return_dict", None)
+    num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+    kwargs.pop("shift_labels", None)
+    kwargs.pop("ignore_index", None)
+    if self.training or token_output is not None:
+        backbone_inputs["use_cache"] = bool(use_cache) and token_output is None
+    outputs = self.base_model(**backbone_inputs, **kwargs)
+    hidden = outputs.last_hidden_state
+    states, targets = _shifted(hidden, labels, shift_labels)
+    read = _head(self, states)
+    if token_output is not None:
+        if isinstance(read, str):
+            raise RuntimeError(f"per-token statistics were asked for, but {read}")
+        stats = linear_log_probs(read[0], read[1], targets, bias=read[2], with_entropy=True, with_top1=True)
+        loss = -stats.log_probs.sum() / _denominator(targets, num_items_in_batch)
+        return token_output(loss=loss, statistics=stats, label_mask=targets != IGNORE_INDEX)
+    logits: Any
+    if self.training and not isinstance(read, str):
+        loss = linear_cross_entropy(read[0], read[1], targets, bias=read[2], reduction="sum")
+        logits = DeferredLogits(self.lm_head, hidden)
+    else:
+        if isinstance(read, str):
+            patch.fell_back(read)
+        logits = self.lm_head(hidden)
+        scores = logits if shift_labels is not None else logits[:, :-1]
+        loss = cross_entropy(scores.reshape(-1, scores.shape[-1]), targets.reshape(-1)).sum()
+    output = CausalLMOutput(loss=loss / _denominator(targets, num_items_in_batch))
+    # set one by one, in transformers' order: its constructor would read the logits
+    for name, value in (
+        ("logits", logits),
+        ("past_key_values", outputs.past_key_values),
+        ("hidden_states", outputs.hidden_states),
+        ("attentions", outputs.attentions),
+    ):
+        if value is not None:
+            output[name] = value
+    wants_dict = self.config.return_dict if return_dict is None else return_dict
+    return output if wants_dict else output.to_tuple()

@@ -1,0 +1,50 @@
+"""Gated MLPs: one function with its adapters, or the modules around a fused activation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fastlm import adapters
+from fastlm.forwards.projections import is_decode_step, project, shared_views
+from fastlm.patching import patch_of
+from fastlm_kernels.glu import glu
+from fastlm_kernels.lora import lora_glu_mlp
+
+
+@dataclass(frozen=True)
+class MLPFacts:
+    """activation: name of the op's activation that equals the config's."""
+
+    activation: str
+
+
+# transformers' names of an activation -> the op's
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def forward(self: nn.Module, x: Tensor) -> Tensor:
+    patch = patch_of(self)
+    activation = patch.facts.activation
+    if is_decode_step(x):
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), activation))
+    gate_up = shared_views((self.gate_proj, self.up_proj), x, patch)
+    if gate_up is not None:
+        # the down projection reads an activation that has the width and dtype of gate and up
+        down = adapters.view_linear(self.down_proj, x)
+        is_one_function = not isinstance(down, str) and (
+            gate_up[0].dtype == gate_up[0].out_dtype == down.dtype == down.out_dtype
+            and gate_up[0].lora_dtype == down.lora_dtype
+        )
+        if is_one_function:
+            gate, up = (view.projection for view in gate_up)
+            return lora_glu_mlp(x.to(down.dtype), gate, up, down.projection, activation, down.lora_dtype)
+    gate, up = project((self.gate_proj, self.up_proj), x, patch)
+    return project((self.down_proj,), glu(gate, up, activation), patch)[0]

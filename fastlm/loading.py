@@ -1,0 +1,312 @@
+"""The door to transformers: models and tokenizers from a hub id or a directory, checked before they are read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from fastlm import quant
+from fastlm.config import LoadConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        model: hub id or directory of the base model.
+        adapter: hub id or directory of the adapter to put on it, or None.
+        is_local: the base model is a directory: nothing is looked up.
+    """
+
+    model: str
+    adapter: str | None
+    is_local: bool
+
+
+def _directory(name: str) -> str | None:
+    """The directory that a name stands for, without a trailing slash; None if it is no directory here."""
+    expanded = os.path.expanduser(name)
+    return os.path.abspath(expanded) if os.path.isdir(expanded) else None
+
+
+def resolve(config: LoadConfig) -> Source:
+    """Find the base model and the adapter behind a name. An existing directory always wins over a hub id.
+
+    Raises:
+        FileNotFoundError: for a path that does not exist or a directory without a model.
+    """
+    name = config.model_name
+    directory = _directory(name)
+    if directory is None and (os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"there is no directory {name!r}: give an existing directory or a hub id like 'org/model'")
+    if directory is not None:
+        files = set(os.listdir(directory))
+        if "adapter_config.json" not in files:
+            if "config.json" not in files:
+                raise FileNotFoundError(f"{directory} holds neither config.json nor adapter_config.json")
+            return Source(directory, None, True)
+        settings = read_json(os.path.join(directory, "adapter_config.json"))
+    else:
+        found = find_adapter_config_file(
+            name, cache_dir=config.cache_dir, token=config.token, revision=config.revision,
+            local_files_only=config.local_files_only,
+        )  # fmt: skip
+        if found is None:
+            return Source(name, None, False)
+        settings = read_json(found)
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"adapter_config.json of {name!r} does not name its base model (base_model_name_or_path)")
+    base_directory = _directory(base)
+    if base_directory is None and os.path.isabs(base):
+        raise FileNotFoundError(f"the adapter {name!r} was trained on {base!r}, which does not exist here")
+    return Source(base_directory or base, directory or name, base_directory is not None)
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: naming the file, if it holds anything else.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def safetensors_header(path: str) -> dict[str, Any]:
+    """Names, dtypes and shapes in a safetensors file, which is checked to be whole.
+
+    Raises:
+        ValueError: naming the file, if it is empty, cut or something else. Format: github.com/huggingface/safetensors, README.
+    """
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{path} is damaged: {size} bytes that do not start with a safetensors header. Download or save it again")
+        try:
+            header = json.loads(file.read(length))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is damaged: its safetensors header cannot be read ({error})") from error
+    header.pop("__metadata__", None)
+    needed = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    if size != needed:
+        raise ValueError(f"{path} is damaged: {size} bytes, but its header describes {needed}. Download or save it again")
+    return header
+
+
+def check_weights(directory: str, stem: str, allow_pickle: bool) -> None:
+    """Check the weight files of a local model or adapter before anything is loaded.
+
+    Args:
+        directory: to look in.
+        stem: "model" or "adapter_model".
+        allow_pickle: whether the user asked for pickled weights.
+
+    Raises:
+        FileNotFoundError: if there are none, or the index names a file that is missing.
+        ValueError: if a file is damaged, or weights are pickled and nobody asked for that.
+    """
+    files = sorted(os.listdir(directory))
+    index = os.path.join(directory, f"{stem}.safetensors.index.json")
+    if os.path.exists(index):
+        wanted = sorted(set(read_json(index).get("weight_map", {}).values()))
+        missing = [name for name in wanted if name not in files]
+        if missing:
+            raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which {os.path.basename(index)} names")
+    else:
+        wanted = [name for name in files if name == f"{stem}.safetensors"]
+    for name in wanted:
+        safetensors_header(os.path.join(directory, name))
+    if wanted or allow_pickle:
+        return
+    pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+    if pickled:
+        raise ValueError(
+            f"{directory} holds only pickled weights ({', '.join(pickled)}), which can run code when they are loaded. "
+            "If you trust their author, pass use_safetensors=False"
+        )
+    raise FileNotFoundError(f"{directory} holds no weights: {stem}.safetensors or its shards are missing")
+
+
+def choose_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype asked for, or bfloat16 where the device computes in it, else float16.
+
+    Raises:
+        ValueError: if bfloat16 is asked for on a GPU that lacks it.
+    """
+    if not torch.cuda.is_available():
+        return dtype or torch.bfloat16
+    major, minor = torch.cuda.get_device_capability()
+    if dtype is torch.bfloat16 and major < 8:
+        raise ValueError(
+            f"dtype=bfloat16 needs compute capability 8.0, this GPU ({torch.cuda.get_device_name()}) has {major}.{minor}: "
+            "use dtype=torch.float16 and fp16=True in the trainer's arguments"
+        )
+    return dtype or (torch.bfloat16 if major >= 8 else torch.float16)
+
+
+def _scaled_rope(text_config: Any, rope_scaling: Mapping[str, Any], window: int, max_seq_length: int | None) -> None:
+    """Put the user's RoPE parameters into the config and widen its window to what they allow."""
+    parameters = dict(rope_scaling)
+    if "type" in parameters:
+        parameters["rope_type"] = parameters.pop("type")
+    if "rope_type" not in parameters:
+        raise ValueError(f"rope_scaling needs a 'rope_type', got {dict(rope_scaling)!r}")
+    parameters.setdefault("rope_theta", text_config.rope_parameters["rope_theta"])
+    if parameters["rope_type"] in ("yarn", "llama3", "longrope"):
+        parameters.setdefault("original_max_position_embeddings", window)
+    factor = float(parameters.get("factor", 1.0))
+    if max_seq_length is not None and max_seq_length > window * max(factor, 1.0):
+        raise ValueError(
+            f"max_seq_length={max_seq_length} is more than the model's {window} tokens times factor={factor:g} of rope_scaling"
+        )
+    text_config.rope_parameters = parameters
+    text_config.max_position_embeddings = max(window, int(window * factor))
+
+
+def _config(config: LoadConfig, source: Source, common: dict[str, Any]) -> tuple[Any, int]:
+    """The model's config with the requested window, and the longest row to expect."""
+    model_config = AutoConfig.from_pretrained(source.model, **common)
+    text_config = model_config.get_text_config()
+    window = text_config.max_position_embeddings
+    length = config.max_seq_length
+    if config.rope_scaling is not None:
+        _scaled_rope(text_config, config.rope_scaling, window, length)
+    elif length is not None and length > window:
+        raise ValueError(
+            f"max_seq_length={length} is more than the {window} tokens that {source.model} was trained for. "
+            f"Pass at most {window}, or say how to stretch its positions, as in rope_scaling={{'rope_type': 'linear', "
+            f"'factor': {-(-length // window)}.0}}"
+        )
+    return model_config, length or text_config.max_position_embeddings
+
+
+def _quantization(config: LoadConfig, model_config: Any, dtype: torch.dtype, source: Source) -> BitsAndBytesConfig | None:
+    """What to quantize with while loading; None for 16-bit loads and for checkpoints that are quantized already."""
+    stored = getattr(model_config, "quantization_config", None)
+    if stored is not None:
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        is_bnb = str(method).lower().endswith("bitsandbytes")
+        if is_bnb:
+            quant.bitsandbytes()
+            four = stored.get("load_in_4bit") if isinstance(stored, dict) else stored.load_in_4bit
+            bits = "4bit" if four else "8bit"
+            if config.mode in ("16bit", "full") or (config.mode == "8bit") != (bits == "8bit"):
+                raise ValueError(
+                    f"{source.model} is stored in {bits.replace('bit', ' bit')} and cannot be loaded as {config.mode}: "
+                    "leave the load_in_… flags out, or load a 16-bit checkpoint"
+                )
+        return None
+    if config.mode not in ("4bit", "8bit"):
+        return None
+    quant.bitsandbytes()
+    if config.mode == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int]:
+    """Load the base model as transformers does.
+
+    Returns:
+        The model, in evaluation mode, and the longest row to expect.
+
+    Raises:
+        ValueError, FileNotFoundError, ImportError: before any weight is read.
+    """
+    common: dict[str, Any] = dict(
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=source.is_local or config.local_files_only,
+    )
+    if not source.is_local:
+        # a revision belongs to the name that was asked for, not to the base model that an adapter names
+        common |= dict(token=config.token, cache_dir=config.cache_dir)
+        if source.adapter is None:
+            common["revision"] = config.revision
+    dtype = choose_dtype(config.dtype)
+    if source.is_local:
+        check_weights(source.model, "model", allow_pickle=not config.use_safetensors)
+    model_config, length = _config(config, source, common)
+    quantization = _quantization(config, model_config, dtype, source)
+    device_map = config.device_map
+    if device_map is None and torch.cuda.is_available():
+        device_map = {"": torch.cuda.current_device()}
+    attention = config.attn_implementation
+    if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # transformers' SDPA attention drops the soft-cap of the scores
+        attention = "eager"
+    model = AutoModelForCausalLM.from_pretrained(
+        source.model,
+        config=model_config,
+        dtype=dtype,
+        device_map=device_map,
+        quantization_config=quantization,
+        attn_implementation=attention,
+        use_safetensors=None if not config.use_safetensors else True,
+        **common,
+    )
+    quant.keep_cpu_layout(model)
+    return model, length
+
+
+def load_tokenizer(config: LoadConfig, source: Source) -> Any:
+    """The tokenizer of the adapter's directory if it has one, else the base model's, just as its files say."""
+    where, is_local = source.model, source.is_local
+    if source.adapter is not None:
+        directory = _directory(source.adapter)
+        if directory is not None and "tokenizer_config.json" in os.listdir(directory):
+            where, is_local = directory, True
+    return AutoTokenizer.from_pretrained(
+        where,
+        trust_remote_code=config.trust_remote_code,
+        local_files_only=is_local or config.local_files_only,
+        token=None if is_local else config.token,
+        cache_dir=config.cache_dir,
+        revision=config.revision if where == config.model_name else None,
+    )
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
+
+
+def own_config(root: nn.Module, model: PreTrainedModel) -> Any:
+    """Give the model a config object of its own: others may have been built from the same one, and it says how attention runs.
+
+    Returns:
+        The config that was there before.
+    """
+    before = model.config
+    replace_config(root, before, copy.deepcopy(before))
+    return before
+
+
+def replace_config(root: nn.Module, old: Any, new: Any) -> None:
+    """Exchange one config object for another in every module that holds it."""
+    for module in root.modules():
+        if module.__dict__.get("config") is old:
+            module.config = new

@@ -1,0 +1,287 @@
+"""The facade: load, adapt, train, save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlm import adapters, binding, loading, tokenization, trainers
+from fastlm.config import (
+    NOT_SUPPORTED,
+    NOT_SUPPORTED_PEFT,
+    LoadConfig,
+    parse_checkpointing,
+    parse_dtype,
+    parse_mode,
+    reject_unknown,
+)
+from fastlm.export.merge import save_pretrained_merged
+
+logger = logging.getLogger(__name__)
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MAX_RANK = 4096
+
+
+def patch_model(model: nn.Module, strict: bool = False) -> nn.Module:
+    """Put the fast paths on a loaded model. Only this instance changes; `revert` takes them off again.
+
+    Args:
+        model: a transformers causal language model, or a PEFT model around one.
+        strict: raise instead of leaving any layer stock, now or at call time.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: if it is not a causal language model of transformers.
+        RuntimeError: with `strict`, naming what would stay stock.
+    """
+    binding.patch(model, strict=strict)
+    trainers.serve_head(model)
+    _bind_methods(model)
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Take the fast paths off a model: it computes bit for bit what the stock one does, with its present weights.
+
+    Returns:
+        The same model. One that was never patched stays as it is.
+    """
+    binding.revert(model)
+    for holder in {id(m): m for m in (model, adapters.base_model(model))}.values():
+        for name in _METHODS:
+            holder.__dict__.pop(name, None)
+    return model
+
+
+_METHODS = {"save_pretrained_merged": save_pretrained_merged}
+
+
+def _bind_methods(model: nn.Module) -> None:
+    for holder in (model, adapters.base_model(model)):
+        for name, function in _METHODS.items():
+            holder.__dict__[name] = types.MethodType(function, holder)
+
+
+def _seed(random_state: int) -> None:
+    random.seed(random_state)
+    torch.manual_seed(random_state)
+
+
+def _checked_rank(r: Any, alpha: Any, dropout: Any) -> None:
+    if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= MAX_RANK:
+        raise ValueError(f"r must be an integer in 1..{MAX_RANK}, got {r!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
+        raise ValueError(f"lora_alpha must be a positive number, got {alpha!r}")
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"lora_dropout must be in [0, 1), got {dropout!r}")
+
+
+class FastLanguageModel:
+    """Load a causal language model and fine-tune it faster, in less memory, with the same numbers."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str,
+        max_seq_length: int | None = None,
+        dtype: torch.dtype | str | None = None,
+        load_in_4bit: bool | None = None,
+        load_in_8bit: bool | None = None,
+        load_in_16bit: bool | None = None,
+        full_finetuning: bool | None = None,
+        token: str | bool | None = None,
+        device_map: Any = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        attn_implementation: str | None = None,
+        random_state: int = 3407,
+        use_gradient_checkpointing: bool | str = "auto",
+        strict: bool = False,
+        lora_r: int | None = None,
+        lora_alpha: int | float | None = None,
+        use_safetensors: bool = True,
+        local_files_only: bool = False,
+        cache_dir: str | None = None,
+        **others: Any,
+    ) -> tuple[nn.Module, Any]:
+        """Load a model and its tokenizer, and put the fast paths on the model.
+
+        Args:
+            model_name: a hub id, or the directory of a model or of an adapter. A directory is read without any look-up.
+            max_seq_length: longest row that will be trained, in tokens; None is the model's own window.
+            dtype: of everything that is not quantized; None is bfloat16, or float16 on a GPU without it.
+            load_in_4bit, load_in_8bit, load_in_16bit, full_finetuning: the mode. None given is 4-bit (NF4 with nested
+                quantization); one alone selects its mode. 8-bit models run on stock layers.
+            token, revision, cache_dir, local_files_only, trust_remote_code: as in transformers.
+            device_map: as in transformers; None puts the model on the current GPU, or on the CPU without one.
+            rope_scaling: transformers' RoPE parameters, to go beyond the model's window. Never applied unasked.
+            attn_implementation: None lets fastlm choose the fastest library that is right; a name keeps that one.
+            random_state: seed for what is drawn after this call.
+            use_gradient_checkpointing: "auto" does as the trainer says; True recomputes layers in the backward; False never does.
+            strict: raise instead of leaving any layer stock, now or at call time.
+            lora_r, lora_alpha: shorthand for a `get_peft_model` call with the defaults and this rank and alpha.
+            use_safetensors: False allows pickled weights, which can run code when they are loaded.
+
+        Returns:
+            model, tokenizer.
+
+        Raises:
+            ValueError, TypeError, NotImplementedError, FileNotFoundError, ImportError: before anything is loaded, saying what
+                was received and what to do.
+        """
+        reject_unknown("from_pretrained", others, NOT_SUPPORTED)
+        if not isinstance(model_name, (str, os.PathLike)):
+            raise TypeError(f"model_name must be a hub id or a path, got {type(model_name).__name__}")
+        config = LoadConfig(
+            model_name=os.fspath(model_name),
+            mode=parse_mode(load_in_4bit, load_in_8bit, load_in_16bit, full_finetuning),
+            dtype=parse_dtype(dtype),
+            max_seq_length=max_seq_length,
+            rope_scaling=rope_scaling,
+            token=token,
+            device_map=None if device_map == "sequential" else device_map,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            attn_implementation=attn_implementation,
+            use_safetensors=use_safetensors,
+            local_files_only=local_files_only,
+            cache_dir=cache_dir,
+        )
+        checkpointing = parse_checkpointing(use_gradient_checkpointing)
+        if lora_alpha is not None and lora_r is None:
+            raise ValueError(f"lora_alpha={lora_alpha} was given without lora_r: give both, or call get_peft_model")
+        if lora_r is not None:
+            _checked_rank(lora_r, lora_alpha if lora_alpha is not None else lora_r, 0.0)
+            if config.mode == "full":
+                raise ValueError("lora_r and full_finetuning=True exclude each other: choose one")
+        source = loading.resolve(config)
+        if source.adapter is not None and lora_r is not None:
+            raise ValueError(f"{config.model_name} is an adapter already: leave lora_r out to go on training it")
+        if source.adapter is not None and config.mode == "full":
+            raise ValueError(f"{config.model_name} is an adapter: full_finetuning=True needs the directory of a whole model")
+        model, length = loading.load_model(config, source)
+        tokenizer = loading.load_tokenizer(config, source)
+        tokenization.choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
+        tokenization.one_begin_token(tokenizer)
+        if source.adapter is not None:
+            model = adapters.load_adapter(model, source.adapter, config)
+        elif config.mode == "full":
+            model.requires_grad_(True)
+        else:
+            model.requires_grad_(False)
+        binding.patch(model, strict=strict, keep_attention=attn_implementation is not None)
+        trainers.serve_head(model)
+        _bind_methods(model)
+        state = binding.state_of(model)
+        state.max_seq_length, state.checkpointing, state.is_full = length, checkpointing, config.mode == "full"
+        adapters.base_model(model).max_seq_length = length
+        binding.set_checkpointing(adapters.base_model(model), checkpointing)
+        _seed(random_state)
+        if lora_r is not None:
+            model = FastLanguageModel.get_peft_model(
+                model, r=lora_r, lora_alpha=lora_alpha if lora_alpha is not None else lora_r,
+                use_gradient_checkpointing=use_gradient_checkpointing, random_state=random_state,
+            )  # fmt: skip
+        return model, tokenizer
+
+    @staticmethod
+    def get_peft_model(
+        model: nn.Module,
+        r: int = 16,
+        target_modules: Sequence[str] | str = ALL_LINEAR,
+        lora_alpha: int | float = 16,
+        lora_dropout: float = 0.0,
+        bias: str = "none",
+        layers_to_transform: Sequence[int] | int | None = None,
+        layers_pattern: Sequence[str] | str | None = None,
+        use_gradient_checkpointing: bool | str = "auto",
+        random_state: int = 3407,
+        use_rslora: bool = False,
+        use_dora: bool = False,
+        modules_to_save: Sequence[str] | None = None,
+        init_lora_weights: bool | str = True,
+        loftq_config: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> nn.Module:
+        """Put a LoRA adapter on the model: PEFT's own, made by its `LoraConfig`.
+
+        Args:
+            model: from `from_pretrained`, or any patched model.
+            r: rank, 1 or more.
+            target_modules: names of the linear layers to adapt, or "all-linear". Names that the model does not have are an error.
+            lora_alpha: the adapter is scaled by lora_alpha / r, or by lora_alpha / sqrt(r) with `use_rslora`.
+            lora_dropout: of the adapter's input, in training.
+            bias, layers_to_transform, layers_pattern, use_rslora, use_dora, modules_to_save, init_lora_weights,
+                loftq_config: as in `LoraConfig`.
+            use_gradient_checkpointing: as in `from_pretrained`.
+            random_state: seed of the adapter's initial weights: the same seed gives the same weights.
+            **others: further arguments of `LoraConfig` (rank_pattern, alpha_pattern, exclude_modules, …).
+
+        Returns:
+            The PEFT model, in training mode.
+
+        Raises:
+            ValueError, TypeError: for bad values, unknown targets, a second adapter, or a model loaded for full fine-tuning.
+        """
+        checkpointing = parse_checkpointing(use_gradient_checkpointing)
+        _checked_rank(r, lora_alpha, lora_dropout)
+        others = {k: v for k, v in others.items() if k != "max_seq_length"}
+        unsupported = {k: v for k, v in others.items() if k in NOT_SUPPORTED_PEFT}
+        reject_unknown("get_peft_model", unsupported, NOT_SUPPORTED_PEFT)
+        if adapters.has_adapter(model):
+            raise ValueError("the model has an adapter already: train it, or load the base model again for another one")
+        state = binding.state_of(model)
+        if state is not None and state.is_full:
+            raise ValueError("the model was loaded with full_finetuning=True: train it without an adapter")
+        settings = dict(
+            r=r, target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
+            lora_alpha=lora_alpha, lora_dropout=lora_dropout, bias=bias, layers_to_transform=layers_to_transform,
+            layers_pattern=layers_pattern, use_rslora=use_rslora, use_dora=use_dora,
+            modules_to_save=None if modules_to_save is None else list(modules_to_save),
+            init_lora_weights=init_lora_weights, **({} if not loftq_config else dict(loftq_config=dict(loftq_config))),
+        )  # fmt: skip
+        config = adapters.lora_config(model, settings, {k: v for k, v in others.items() if k not in unsupported})
+        _seed(random_state)
+        wrapped = adapters.add_adapter(model, config)
+        strict = state is not None and state.strict
+        binding.patch(wrapped, strict=strict, keep_attention=state is not None and state.keep_attention)
+        trainers.serve_head(wrapped)
+        _bind_methods(wrapped)
+        base = adapters.base_model(wrapped)
+        if checkpointing is not None or (state is not None and state.checkpointing is not None):
+            mode = checkpointing if checkpointing is not None else state.checkpointing
+            binding.state_of(wrapped).checkpointing = mode
+            binding.set_checkpointing(base, mode)
+        return wrapped.train()
+
+    @staticmethod
+    def for_training(model: nn.Module, use_gradient_checkpointing: bool | str | None = None) -> nn.Module:
+        """Put the model in training mode. `use_gradient_checkpointing`: as in `from_pretrained`; None leaves it as it is."""
+        if use_gradient_checkpointing is not None:
+            mode = parse_checkpointing(use_gradient_checkpointing)
+            binding.set_checkpointing(adapters.base_model(model), mode)
+            state = binding.state_of(model)
+            if state is not None:
+                state.checkpointing = mode
+        return model.train()
+
+    @staticmethod
+    def for_inference(model: nn.Module) -> nn.Module:
+        """Put the model in evaluation mode with its key/value cache on, as generation wants it."""
+        adapters.base_model(model).config.use_cache = True
+        return model.eval()
+
+    @staticmethod
+    def get_trainer(model: nn.Module, train_dataset: Any = None, args: Any = None, **kwargs: Any) -> Any:
+        """A TRL `SFTTrainer` for this model: see `fastlm.trainers.get_trainer`."""
+        return trainers.get_trainer(model, train_dataset, args, **kwargs)

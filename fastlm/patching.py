@@ -1,0 +1,151 @@
+"""Replacing forwards on one model's own modules, counting what runs, and putting the stock ones back.
+
+A patched module carries a `Patch` in its instance dictionary and a bound `forward` that asks it what to do, so a deep copy of the
+model is patched on its own, a revert reaches calls through wrappers that captured the bound forward, and no class is ever touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+_KEY = "_fastlm_patch"
+
+
+class Fallback(Exception):
+    """Raised by a fast forward, before it computes anything, for a call that it cannot take. The message is the reason."""
+
+
+@dataclass
+class Patch:
+    """What is bound on one module.
+
+    Attributes:
+        part: which part of the model this is ("attention", "mlp", "norm", "head", "backbone", "linear").
+        stock: the class's own forward.
+        fast: the replacement, same arguments.
+        bound: the function that was put on the instance; asks this patch what to run.
+        strict: raise instead of falling back for a call that the replacement cannot take.
+        facts: what the replacement needs to know about the module's family.
+        active: False after a revert.
+        calls: calls of the bound forward.
+        fallbacks: reason -> calls that ran the stock forward.
+        backend: the library that an attention module last ran.
+    """
+
+    part: str
+    stock: Callable[..., Any]
+    fast: Callable[..., Any]
+    bound: Callable[..., Any] | None = None
+    strict: bool = False
+    facts: Any = None
+    active: bool = True
+    calls: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    backend: str = ""
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.active:
+            return self.stock(module, *args, **kwargs)
+        self.calls += 1
+        try:
+            return self.fast(module, *args, **kwargs)
+        except Fallback as fallback:
+            self.fell_back(str(fallback))
+        return self.stock(module, *args, **kwargs)
+
+    def fell_back(self, reason: str) -> None:
+        """Counts a call, or a projection of it, that runs stock code.
+
+        Raises:
+            RuntimeError: if the model was patched with `strict=True`.
+        """
+        if self.strict:
+            raise RuntimeError(
+                f"the fast {self.part} cannot run for this call: {reason}. "
+                "Load with strict=False to let such calls run the stock forward"
+            )
+        self.fallbacks[reason] += 1
+
+
+def patch_of(module: nn.Module) -> Patch | None:
+    """The module's patch, active or reverted, or None if it never had one."""
+    return module.__dict__.get(_KEY)
+
+
+def signature_mismatch(stock: Callable[..., Any], fast: Callable[..., Any]) -> str | None:
+    """Why `fast` cannot stand in for `stock`: a difference in the names or the kinds of their parameters; None if there is none."""
+
+    def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+        return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
+
+    ours, theirs = parameters(fast), parameters(stock)
+    if ours == theirs:
+        return None
+    return f"forward takes ({', '.join(n for n, _ in theirs)}), not ({', '.join(n for n, _ in ours)})"
+
+
+def bind(
+    module: nn.Module, part: str, fast: Callable[..., Any], facts: Any = None, strict: bool = False
+) -> str | None:
+    """Bind `fast` as the forward of this one module.
+
+    A module whose forward accelerate hooked keeps the hook: the replacement takes the place of the forward inside it.
+
+    Returns:
+        None, or the reason why the module keeps its forward: a signature that differs from the replacement's, or a
+        forward that somebody else replaced.
+    """
+    stock = type(module).forward
+    mismatch = signature_mismatch(stock, fast)
+    if mismatch:
+        return mismatch
+    # accelerate keeps the forward that its hook wraps under this name; its hook object marks that it did
+    slot = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+    already = patch_of(module)
+    if already is not None:
+        already.part, already.fast, already.facts, already.strict, already.active = part, fast, facts, strict, True
+        return None
+    if slot == "forward" and "forward" in module.__dict__:
+        return "its forward was replaced on the instance before fastlm saw it"
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        patch: Patch = self.__dict__[_KEY]
+        return patch.run(self, args, kwargs)
+
+    module.__dict__[_KEY] = Patch(part=part, stock=stock, fast=fast, bound=forward, strict=strict, facts=facts)
+    module.__dict__[slot] = types.MethodType(forward, module)
+    return None
+
+
+def patched_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, Patch]]:
+    """Name, module and patch of every module under `root` that was ever patched."""
+    for name, module in root.named_modules():
+        patch = patch_of(module)
+        if patch is not None:
+            yield name, module, patch
+
+
+def unbind(module: nn.Module) -> None:
+    """Give the module its stock forward back. A wrapper that captured the bound forward keeps working: it reaches the stock one."""
+    patch = patch_of(module)
+    if patch is None:
+        return
+    patch.active = False
+    for slot in ("forward", "_old_forward"):
+        value = module.__dict__.get(slot)
+        if isinstance(value, types.MethodType) and value.__func__ is patch.bound:
+            if slot == "forward":
+                del module.__dict__[slot]
+            else:
+                module.__dict__[slot] = types.MethodType(patch.stock, module)
+    if all(module.__dict__.get(slot) is None for slot in ("forward", "_old_forward")):
+        del module.__dict__[_KEY]

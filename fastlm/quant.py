@@ -1,0 +1,129 @@
+"""The door to bitsandbytes: its modules as plain tensors, its 4-bit weights as `NF4Weight`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlm_kernels.nf4 import NF4Weight, nf4_decode
+
+INSTALL = (
+    "4-bit and 8-bit loading needs bitsandbytes, which cannot be imported here: install it with `pip install bitsandbytes`, "
+    "or load in 16 bit with load_in_16bit=True"
+)
+
+
+def is_installed() -> bool:
+    """Whether bitsandbytes can be found. Does not import it."""
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
+def bitsandbytes() -> types.ModuleType:
+    """bitsandbytes, imported without a look-up on the hub.
+
+    On some CPUs, bitsandbytes asks the hub for a kernel while it is imported. huggingface_hub's own offline constant is set for the
+    time of that first import and restored after it. An import that happened before fastlm's is out of reach.
+
+    Raises:
+        ImportError: with the two ways out, if it is not installed.
+    """
+    if not is_installed():
+        raise ImportError(INSTALL)
+    if "bitsandbytes" in sys.modules:
+        return importlib.import_module("bitsandbytes")
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise ImportError(f"{INSTALL} (its import failed: {error})") from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _linear_class(name: str) -> Any:
+    """bitsandbytes' class if the package is loaded: without it, no module can be an instance."""
+    module = sys.modules.get("bitsandbytes")
+    return () if module is None else getattr(module.nn, name)
+
+
+def is_4bit(module: nn.Module) -> bool:
+    """Whether this is exactly bitsandbytes' Linear4bit, not a class derived from it."""
+    return type(module) is _linear_class("Linear4bit")
+
+
+def is_8bit(module: nn.Module) -> bool:
+    return isinstance(module, _linear_class("Linear8bitLt"))
+
+
+def keep_cpu_layout(model: nn.Module) -> None:
+    """Stops bitsandbytes from rewriting the 4-bit weights of this model in place.
+
+    On a CPU with AVX512-BF16, its first inference repacks a layer's weight; training after it gets no gradients and a saved
+    state dict is no longer the loaded one. The switch is an attribute of each layer.
+    """
+    for module in model.modules():
+        if is_4bit(module):
+            module.support_avx512bf16_for_cpu = False
+
+
+def nf4_weight(module: nn.Module) -> NF4Weight | str:
+    """The 4-bit weight of a Linear4bit without a copy, or why it cannot be read as one."""
+    state = module.weight.quant_state
+    if state is None:
+        return "its 4-bit weight is not quantized yet: move the model to its device first"
+    if state.quant_type != "nf4":
+        return f"its weight is stored as {state.quant_type}, not nf4"
+    if "packing_format_for_cpu" in vars(state) and state.packing_format_for_cpu:
+        return "bitsandbytes repacked its weight for CPU inference"
+    nested = state.state2 if state.nested else None
+    return NF4Weight(
+        packed=module.weight.data.view(torch.uint8) if module.weight.dtype != torch.uint8 else module.weight.data,
+        absmax=state.absmax,
+        shape=(state.shape[0], state.shape[1]),
+        blocksize=state.blocksize,
+        nested_absmax=nested.absmax if nested is not None else None,
+        nested_code=nested.code if nested is not None else None,
+        nested_offset=state.offset if nested is not None else None,
+        nested_blocksize=nested.blocksize if nested is not None else 256,
+        dtype=state.dtype,
+    )
+
+
+def compute_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
+    """The dtype in which a Linear4bit multiplies, as its own forward decides it."""
+    if module.compute_type_is_set:
+        return module.compute_dtype or x.dtype
+    return x.dtype
+
+
+def decode_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] that a linear layer multiplies with, as a plain tensor.
+
+    Args:
+        module: nn.Linear or bitsandbytes' Linear4bit or Linear8bitLt.
+        dtype: of the result. A 4-bit weight is decoded to the dtype it was quantized from before it is converted, as in training.
+
+    Raises:
+        TypeError: for another kind of module.
+    """
+    if is_4bit(module):
+        weight = nf4_weight(module)
+        if isinstance(weight, NF4Weight):
+            return nf4_decode(weight, weight.dtype).to(dtype)
+        functional = bitsandbytes().functional
+        return functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(dtype)
+    if is_8bit(module):
+        functional = bitsandbytes().functional
+        return functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB).to(dtype)
+    if isinstance(module, nn.Linear):
+        return module.weight.detach().to(dtype)
+    raise TypeError(f"no weight can be read from a {type(module).__name__}: a linear layer is needed")

@@ -1,0 +1,150 @@
+"""The door to trl: our head under its trainers, and a trainer made in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlm import adapters, binding
+from fastlm.forwards.causal_lm import TOKEN_OUTPUT
+from fastlm.patching import patch_of
+from fastlm_kernels.linear_cross_entropy import TokenStats
+
+logger = logging.getLogger(__name__)
+
+# What TRL's SFTTrainer asks of its fused head; others ask for more and keep TRL's.
+_FIELDS = ("log_probs", "entropy", "is_top1")
+
+
+def token_output(loss: Tensor, statistics: TokenStats, label_mask: Tensor) -> Any:
+    """TRL's output of a fused head, from our per-token statistics. All of shape [B, S]."""
+    output = importlib.import_module("trl.trainer.utils").FusedCausalLMOutput
+    values = dict(
+        loss=loss,
+        log_probs=statistics.log_probs,
+        entropy=statistics.entropy,
+        is_top1=statistics.is_top1,
+        label_mask=label_mask,
+    )
+    return output(**values)
+
+
+def _head_reason(base: nn.Module) -> str | None:
+    """Why TRL's fused head runs instead of ours, or None. Read from the wrapper that TRL put on this model."""
+    wrapper = base.__dict__.get("forward")
+    function = getattr(wrapper, "__func__", None)
+    if function is None or not function.__module__.startswith("trl."):
+        return "the fused head was asked for, but TRL's wrapper is not on this model"
+    made_with = inspect.getclosurevars(function).nonlocals
+    if made_with.get("temperature", 1.0) != 1.0:
+        return f"TRL's head was made with temperature {made_with['temperature']}"
+    if made_with.get("cast_lm_head_to_fp32", False):
+        return "TRL's head was made to run in float32"
+    further = set(made_with.get("outputs", ())) - set(_FIELDS)
+    if further:
+        return f"TRL's head was asked for {', '.join(sorted(further))}"
+    return None
+
+
+def _redirect_head(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Forward pre-hook of a patched model: TRL's request for its head becomes a request for ours.
+
+    TRL's wrapper hands calls without its flag to the forward that it captured, which is ours.
+    """
+    if not kwargs.get("fused_lm_head"):
+        return None
+    patch = patch_of(base)
+    if patch is None or not patch.active:
+        return None
+    _log_cut_rows(base, kwargs)
+    reason = _head_reason(base)
+    if reason is not None:
+        patch.fell_back(reason)
+        return None
+    kwargs = dict(kwargs)
+    del kwargs["fused_lm_head"]
+    kwargs[TOKEN_OUTPUT] = token_output
+    return args, kwargs
+
+
+def _log_cut_rows(base: nn.Module, kwargs: dict[str, Any]) -> None:
+    """On the first training call, tell of rows that end exactly where TRL's default length cuts them."""
+    state = binding.state_of(base)
+    if state is None or state.length_was_checked or not base.training:
+        return
+    state.length_was_checked = True
+    rows, longest = kwargs.get("input_ids"), state.max_seq_length
+    default = next(f.default for f in dataclasses.fields(sys.modules["trl"].SFTConfig) if f.name == "max_length")
+    is_packed = kwargs.get("cu_seq_lens_q") is not None
+    if rows is not None and not is_packed and longest is not None and rows.shape[1] == default < longest:
+        logger.warning(
+            "rows end exactly at %d tokens, the default max_length of SFTConfig, while the model was loaded for %d: longer rows are "
+            "cut. Pass SFTConfig(max_length=%d) to train on all of them",
+            default,
+            longest,
+            longest,
+        )
+
+
+def serve_head(model: nn.Module) -> None:
+    """Let the model's own fused head answer TRL's trainers. On this model's instance only."""
+    base = adapters.base_model(model)
+    state = binding.state_of(model)
+    patch = patch_of(base)
+    if state is not None and state.hook is None and patch is not None and patch.part == "head":
+        state.hook = base.register_forward_pre_hook(_redirect_head, with_kwargs=True)
+
+
+def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs: Any) -> Any:
+    """A TRL `SFTTrainer` for this model.
+
+    Args:
+        model: loaded or patched by fastlm.
+        train_dataset: as SFTTrainer takes it; must hold at least one row if its length is known.
+        args: an `SFTConfig`, or a dict of its arguments, or None for its defaults. Without a `max_length` of its own, rows may be as
+            long as the model was loaded for. Mixed precision follows the model's dtype where the dict does not say it.
+        **kwargs: SFTTrainer's other arguments (processing_class, eval_dataset, callbacks, …).
+
+    Returns:
+        The trainer. It computes what a plain SFTTrainer with the same arguments does.
+
+    Raises:
+        TypeError: if args is neither, or an argument is unknown to SFTConfig.
+        ValueError: for an empty data set, or bf16=True on a GPU without bfloat16.
+    """
+    trl = importlib.import_module("trl")
+    if isinstance(train_dataset, (list, tuple)):
+        train_dataset = importlib.import_module("datasets").Dataset.from_list(list(train_dataset))
+    if train_dataset is None or (hasattr(train_dataset, "__len__") and len(train_dataset) == 0):
+        raise ValueError("train_dataset is empty: there is nothing to train on")
+    state = binding.state_of(model)
+    if args is None or isinstance(args, dict):
+        settings = dict(args or {})
+        if "max_length" not in settings and state is not None and state.max_seq_length is not None:
+            settings["max_length"] = state.max_seq_length
+        _choose_precision(model, settings)
+        args = trl.SFTConfig(**settings)
+    elif not isinstance(args, trl.SFTConfig):
+        raise TypeError(f"args must be an SFTConfig or a dict of its arguments, got {type(args).__name__}")
+    return trl.SFTTrainer(model=model, train_dataset=train_dataset, args=args, **kwargs)
+
+
+def _choose_precision(model: nn.Module, settings: dict[str, Any]) -> None:
+    """Fill in bf16 and fp16 by the model's dtype and the device, unless the user said either."""
+    has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    if settings.get("bf16") and not has_bf16:
+        raise ValueError(f"bf16=True needs compute capability 8.0, {torch.cuda.get_device_name()} is older: use fp16=True")
+    if not torch.cuda.is_available() and "use_cpu" not in settings:
+        settings["use_cpu"] = True
+    if "bf16" in settings or "fp16" in settings:
+        return
+    dtype = adapters.base_model(model).dtype
+    settings["bf16"] = dtype is torch.bfloat16 and has_bf16
+    settings["fp16"] = dtype is torch.float16 and torch.cuda.is_available()
