@@ -31,6 +31,25 @@ class Build:
     multiples_of_16: tuple[str, ...] = ()
 
 
+def build(
+    kernel: Any,
+    dtype: torch.dtype,
+    constants: Mapping[str, Any],
+    num_warps: int,
+    types: Mapping[str, str] | None = None,
+) -> Build:
+    """The Build of a kernel whose arguments are named as usual: `*_ptr` point to `dtype`, the rest are integers.
+
+    `types` says otherwise by name. `stride_*` and `n_cols` are taken as multiples of 16, but those of position_ids.
+    """
+    pointer = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
+    signature = {name: pointer if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    signature |= {name: kind for name, kind in (types or {}).items() if name in signature}
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = tuple(n for n in signature if n == "n_cols" or (n.startswith("stride_") and "position" not in n))
+    return Build(kernel, signature, constants, num_warps, aligned)
+
+
 @dataclass(frozen=True)
 class Case:
     """How to test and time one op.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from fastlm_kernels._case import Build, Case, randn
+from fastlm_kernels._case import Case, build, randn
 from fastlm_kernels._launch import RowLaunch, as_rows, next_power_of_2, runs_triton, tl, triton
 
 # T rows (tokens), F columns (MLP width)
@@ -219,23 +219,12 @@ def _strided(inputs):
 
 
 def _builds(cc, dtype):
-    pointer = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
     launch = _launch(14336)
     for activation in ACTIVATIONS:
-        for kernel, options in (
-            (_glu_fwd_kernel, {}),
-            (_glu_bwd_kernel, {"HAS_H": True}),
-            (_glu_bwd_kernel, {"HAS_H": False}),
-        ):
-            constants = dict(options, ACTIVATION=activation, BLOCK_F=launch.block)
-            types = {name: pointer if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-            yield Build(
-                kernel=kernel,
-                signature=types | dict.fromkeys(constants, "constexpr"),
-                constants=constants,
-                num_warps=launch.num_warps,
-                multiples_of_16=tuple(name for name in types if name.startswith("stride_") or name == "n_cols"),
-            )
+        constants = dict(ACTIVATION=activation, BLOCK_F=launch.block)
+        yield build(_glu_fwd_kernel, dtype, constants, launch.num_warps)
+        for has_h in (False, True):
+            yield build(_glu_bwd_kernel, dtype, dict(constants, HAS_H=has_h), launch.num_warps)
 
 
 _BENCH_SHAPES = {
