@@ -1,0 +1,133 @@
+"""Where the sequences of a batch lie: packed rows, or padded ones, as cumulative lengths."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# B batch, S tokens of a row
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """Where the sequences lie in a batch of rows; each attends to itself only, causally.
+
+    Attributes:
+        cu_seqlens: [n + 1] int32 on the batch's device: the first token of each of the n sequences, then their sum.
+        max_seqlen: length of the longest sequence.
+        indices: [tokens] int64, the positions of the tokens in the flattened [B * S], in order, where only some of them
+            are real (padded batches); None where the sequences fill the rows in order (packed batches).
+        lengths: the n lengths on the host. Read from `cu_seqlens` if not given, which waits for the device once.
+
+    Raises:
+        ValueError: if the four contradict each other.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    indices: Tensor | None = None
+    lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        cu = self.cu_seqlens
+        if cu.ndim != 1 or not len(cu) or cu.dtype is not torch.int32:
+            raise ValueError(f"cu_seqlens must be int32 [n + 1], got {cu.dtype} {tuple(cu.shape)}")
+        if self.lengths is None:
+            bounds = cu.tolist()
+            if bounds[0] != 0:
+                raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")
+            lengths = tuple(end - start for start, end in itertools.pairwise(bounds))
+            object.__setattr__(self, "lengths", lengths)
+        if len(self.sequence_lengths) != len(cu) - 1 or min(self.sequence_lengths, default=0) < 0:
+            raise ValueError(f"cu_seqlens [{len(cu)}] must never fall, got lengths {self.sequence_lengths[:16]}")
+        longest = max(self.sequence_lengths, default=0)
+        if self.max_seqlen < longest:
+            raise ValueError(f"max_seqlen must be at least the longest sequence, {longest}, got {self.max_seqlen}")
+        if self.indices is not None and (self.indices.shape != (self.tokens,) or self.indices.dtype is not torch.int64):
+            raise ValueError(
+                f"indices must be int64 [{self.tokens}], one a token of cu_seqlens, "
+                f"got {self.indices.dtype} {tuple(self.indices.shape)}"
+            )
+
+    @property
+    def sequence_lengths(self) -> tuple[int, ...]:
+        assert self.lengths is not None  # set at construction
+        return self.lengths
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sequence_lengths)
+
+
+def _layout(lengths: list[int], device: torch.device, indices: Tensor | None = None) -> SequenceLayout:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
+    return SequenceLayout(cu_seqlens, max(lengths, default=0), indices, tuple(lengths))
+
+
+def packed_layout(position_ids: Tensor) -> SequenceLayout | None:
+    """The layout of a packed batch, from positions that restart where a sample starts.
+
+    A sample starts with each row and wherever a position is not larger than the one before it: gaps are no starts, and
+    the positions 0, 0 are two samples of one token.
+
+    Args:
+        position_ids: [B, S], any integer dtype. The device is waited for once.
+
+    Returns:
+        The layout, or None if every row is one sample.
+
+    Raises:
+        ValueError: if position_ids is not [B, S].
+    """
+    if position_ids.ndim != 2:
+        raise ValueError(f"position_ids must be [B, S], got {tuple(position_ids.shape)}")
+    restarts = (position_ids[:, 1:] <= position_ids[:, :-1]).cpu()
+    if not restarts.any():
+        return None
+    starts = F.pad(restarts, (1, 0), value=True).flatten().nonzero().squeeze(1)
+    end = torch.tensor([position_ids.numel()])
+    return _layout(torch.diff(starts, append=end).tolist(), position_ids.device)
+
+
+def padded_layout(attention_mask: Tensor) -> SequenceLayout | None:
+    """The layout of a padded batch: one sequence a row, made of the row's real tokens in order.
+
+    Args:
+        attention_mask: [B, S] bool or 0/1, true for real tokens, padded on any side. The device is waited for once.
+
+    Returns:
+        The layout, or None if nothing is padded. A row of padding alone has no sequence.
+
+    Raises:
+        ValueError: if attention_mask is not [B, S].
+    """
+    if attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask must be [B, S], got {tuple(attention_mask.shape)}; pass others as `mask`")
+    is_real = attention_mask.bool().cpu()
+    if is_real.all():
+        return None
+    lengths = [length for length in is_real.sum(1).tolist() if length]
+    indices = is_real.flatten().nonzero().squeeze(1).to(attention_mask.device, non_blocking=True)
+    return _layout(lengths, attention_mask.device, indices)
+
+
+def layout_from_cu_seqlens(cu_seqlens: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
+    """The layout of a packed batch, from the cumulative lengths that a collator made.
+
+    Args:
+        cu_seqlens: [n + 1], any integer dtype. The device is waited for once, to check the lengths.
+        max_seqlen: length of the longest sequence; None to take it from `cu_seqlens`.
+
+    Raises:
+        ValueError: as `SequenceLayout`.
+    """
+    bounds = cu_seqlens.cpu()
+    if bounds.ndim != 1 or not len(bounds) or bounds[0] != 0:
+        raise ValueError(f"cu_seqlens must be [n + 1] and start at 0, got {bounds.tolist()}")
+    lengths = tuple(torch.diff(bounds).tolist())
+    longest = max(lengths, default=0)
+    return SequenceLayout(cu_seqlens.to(torch.int32), longest if max_seqlen is None else int(max_seqlen), None, lengths)
