@@ -48,7 +48,9 @@ _SDPA = {
 }
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None, window: int | None, mask: Tensor | None):
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None, window: int | None, mask: Tensor | None
+) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q must be [B, S, H, E], k [B, Skv, K, E] and v [B, Skv, K, Ev], got {shapes}")
