@@ -94,15 +94,19 @@ def check_dtype(dtype: torch.dtype, cc: tuple[int, int]) -> None:
         )
 
 
-def runs_triton(x: Tensor) -> bool:
+def runs_triton(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     """Whether an op on `x` launches its Triton kernel. The answer to `report`'s device path.
 
+    Args:
+        x: a tensor on the op's device.
+        dtype: the dtype that the kernel computes for where that is not x's own (a weight stored as integers).
+
     Raises:
-        TypeError: if `x` lies on a GPU whose kernels do not take its dtype.
+        TypeError: if `x` lies on a GPU whose kernels do not take the dtype.
     """
     if x.is_cuda:
         if HAS_TRITON:
-            check_dtype(x.dtype, capability(x.device.index))
+            check_dtype(dtype or x.dtype, capability(x.device.index))
         return HAS_TRITON
     return _interpreting
 
