@@ -1,0 +1,83 @@
+# make demo    set up and fine-tune a small real model end to end
+# make test    set up and run every test that needs no GPU
+# make help    the rest
+#
+# PYTHON      the Python (>= 3.11) that makes the environment, and that test-gpu uses as it is
+# TORCH_SPEC  which torch to install;  TORCH_INDEX  a package index to take it from (see README.md, Install)
+PYTHON ?= python3
+TORCH_SPEC ?= torch==2.13.0
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+READY := $(VENV)/.ready
+NEWEST := .venv-newest
+OLDEST_TRL := .venv-trl115
+
+# No test may need a model hub.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help demo test test-slow test-gpu test-newest test-trl115 lint clean
+
+help:
+	@echo "make demo         fine-tune SmolLM2-135M to turn orders into JSON (examples/quickstart.py)"
+	@echo "make test         every test that needs no GPU"
+	@echo "make test-slow    the long tests"
+	@echo "make test-gpu     the GPU tests, with \$$(PYTHON) as it is: it needs torch for CUDA and fastlm's dependencies"
+	@echo "make test-newest  parity and trainer tests with the newest transformers, without the package 'kernels'"
+	@echo "make test-trl115  parity and trainer tests with TRL 1.15"
+	@echo "make lint         ruff and mypy"
+	@echo "make clean        remove the environments"
+
+demo: $(READY)
+	$(BIN)/python examples/quickstart.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -m "slow and not gpu" --durations=10 $(PYTEST_ARGS)
+
+test-gpu:
+	$(PYTHON) -m pytest -q -m "gpu and not multi_gpu" $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch first and by itself: later installs then find it satisfied whatever build it is. A CUDA build brings its own Triton.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fastlm needs Python >= 3.11: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH_SPEC)"
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.7.1
+	$(PIP) -c constraints.txt -e '.[dev]' kernels
+	touch $@
+
+# The legs start from hard links to the environment and replace a few packages: pip unlinks what it replaces, so the first stays as it was.
+$(NEWEST)/.ready: $(READY) .ci/newest.txt
+	rm -rf $(NEWEST) && cp -al $(VENV) $(NEWEST) && rm -f $@
+	$(NEWEST)/bin/python -m pip uninstall --quiet --yes kernels kernels-data
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r .ci/newest.txt
+	touch $@
+
+$(OLDEST_TRL)/.ready: $(READY) .ci/trl115.txt
+	rm -rf $(OLDEST_TRL) && cp -al $(VENV) $(OLDEST_TRL) && rm -f $@
+	$(OLDEST_TRL)/bin/python -m pip install --quiet --disable-pip-version-check -r .ci/trl115.txt
+	touch $@
+
+LEG_TESTS := tests/test_parity.py
+
+test-newest: $(NEWEST)/.ready
+	$(NEWEST)/bin/python .ci/versions.py .ci/newest.txt --without kernels
+	$(NEWEST)/bin/python -m pytest -q $(LEG_TESTS) $(PYTEST_ARGS)
+
+test-trl115: $(OLDEST_TRL)/.ready
+	$(OLDEST_TRL)/bin/python .ci/versions.py .ci/trl115.txt
+	$(OLDEST_TRL)/bin/python -m pytest -q $(LEG_TESTS) $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) $(NEWEST) $(OLDEST_TRL)
