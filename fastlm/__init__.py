@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastlm.model import FastLanguageModel, patch_model, revert
-    from fastlm.report import report
+    from fastlm.reporting import report
 
 __version__ = "0.1.0"
 
@@ -18,7 +18,7 @@ _WHERE = {
     "FastLanguageModel": "fastlm.model",
     "patch_model": "fastlm.model",
     "revert": "fastlm.model",
-    "report": "fastlm.report",
+    "report": "fastlm.reporting",
 }
 __all__ = ["FastLanguageModel", "patch_model", "report", "revert"]
 

@@ -6,6 +6,7 @@ model is patched on its own, a revert reaches calls through wrappers that captur
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
@@ -50,6 +51,14 @@ class Patch:
     calls: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     backend: str = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        # functions and facts are shared, counts are not
+        return dataclasses.replace(self, fallbacks=Counter(self.fallbacks))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a bound forward is pickled as its class's: what is loaded from a pickle is a stock module
+        return {**self.__dict__, "bound": None, "active": False}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.active:
