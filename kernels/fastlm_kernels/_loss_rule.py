@@ -70,6 +70,20 @@ class RowStats(NamedTuple):
     entropy: Tensor | None
     is_top1: Tensor | None
 
+    @classmethod
+    def empty(cls, n_rows: int, device: torch.device, with_entropy: bool = False, with_top1: bool = False) -> RowStats:
+        """Room for `n_rows`, to be written by `cross_entropy_fwd`."""
+        loss, log_prob, lse = (torch.empty(n_rows, dtype=torch.float32, device=device) for _ in range(3))
+        entropy = torch.empty(n_rows, dtype=torch.float32, device=device) if with_entropy else None
+        is_top1 = torch.empty(n_rows, dtype=torch.bool, device=device) if with_top1 else None
+        return cls(loss, log_prob, lse, entropy, is_top1)
+
+    def of(self, rows: slice) -> RowStats:
+        """Views of some rows."""
+        entropy = None if self.entropy is None else self.entropy[rows]
+        is_top1 = None if self.is_top1 is None else self.is_top1[rows]
+        return RowStats(self.loss[rows], self.log_prob[rows], self.lse[rows], entropy, is_top1)
+
 
 def check_labels(labels: Tensor, owner: Tensor, name: str) -> None:
     """Raises unless `labels` [...] are integers, one for each row of `owner` [..., N], which the kernels can take.

@@ -10,8 +10,8 @@ Smoothing: Szegedy et al. 2016, arXiv:1512.00567; z-loss: Chowdhery et al. 2022,
 sum: Milakov and Gimelshein 2018, arXiv:1805.02867. All statistics are float32 whatever the logits' dtype; the gradient
 is rounded once, to that dtype. Saved for the backward: the logits, the labels and lse (one float32 a row).
 
-The fused head (`linear_cross_entropy`) uses the same kernel with `with_gradient=True`: one program reads its row twice
-and overwrites it with the gradient at unit row weight, whose values lie in about [-1, 1] and suit float16.
+The fused head (`linear_cross_entropy`) uses the same kernel with a `gradient_weight`: one program reads its row twice
+and overwrites it with the gradient, at one weight for all rows.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _write_gradient(
 @triton.jit
 def _cross_entropy_fwd_kernel(
     x_ptr, labels_ptr, loss_ptr, log_prob_ptr, lse_ptr, entropy_ptr, is_top1_ptr,
-    stride_x_row, n_cols, ignore_index, scale, cap, slope, label_smoothing, z_loss,
+    stride_x_row, n_cols, ignore_index, scale, cap, slope, label_smoothing, z_loss, gradient_weight,
     HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_TOP1: tl.constexpr,
     WRITES_GRADIENT: tl.constexpr, UNROLL: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -171,8 +171,8 @@ def _cross_entropy_fwd_kernel(
         tl.store(is_top1_ptr + row, is_top1.to(tl.int8))
     if WRITES_GRADIENT:
         _write_gradient(
-            x_row_ptr, x_row_ptr, label, is_ignored, lse, 1.0, n_cols, scale, cap, slope, label_smoothing, z_loss,
-            HAS_SOFTCAP, UNROLL, BLOCK_V,
+            x_row_ptr, x_row_ptr, label, is_ignored, lse, gradient_weight, n_cols, scale, cap, slope,
+            label_smoothing, z_loss, HAS_SOFTCAP, UNROLL, BLOCK_V,
         )  # fmt: skip
 
 
@@ -232,7 +232,9 @@ def _row_blocks(n_rows: int, n_cols: int) -> list[slice]:
     return [slice(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
 
 
-def _fwd_in_torch(logits: Tensor, labels: Tensor, rule: LossRule, with_gradient: bool, stats: RowStats) -> None:
+def _fwd_in_torch(
+    logits: Tensor, labels: Tensor, rule: LossRule, gradient_weight: float | None, stats: RowStats
+) -> None:
     n_rows, n_cols = logits.shape
     for rows in _row_blocks(n_rows, n_cols):
         label, z = labels[rows], _transform_in_torch(logits[rows], rule)
@@ -252,43 +254,30 @@ def _fwd_in_torch(logits: Tensor, labels: Tensor, rule: LossRule, with_gradient:
             stats.entropy[rows] = entropy.masked_fill_(is_ignored, 0.0)
         if stats.is_top1 is not None:
             stats.is_top1[rows] = (z.argmax(1) == label) & ~is_ignored & ~lse.isnan()
-        if with_gradient:
-            logits[rows] = _gradient_in_torch(z, label, is_ignored, lse, torch.ones_like(lse), rule).to(logits.dtype)
+        if gradient_weight is not None:
+            dloss = torch.full_like(lse, gradient_weight)
+            logits[rows] = _gradient_in_torch(z, label, is_ignored, lse, dloss, rule).to(logits.dtype)
 
 
 def cross_entropy_fwd(
-    logits: Tensor,
-    labels: Tensor,
-    rule: LossRule,
-    with_gradient: bool = False,
-    with_entropy: bool = False,
-    with_top1: bool = False,
-) -> RowStats:
+    logits: Tensor, labels: Tensor, rule: LossRule, stats: RowStats, gradient_weight: float | None = None
+) -> None:
     """Row statistics of logits [T, V] (unit column stride, any row stride) and labels [T] int64.
 
     Args:
-        with_gradient: overwrite `logits` with dloss/dlogits at row weight 1; the logits are destroyed.
-        with_entropy: also the entropy of softmax(z).
-        with_top1: also whether the label is the most likely token (of equal ones, the first).
+        stats: written; its entropy (of softmax(z)) and is_top1 (whether the label is the most likely token, of equal
+            ones the first) are left out where None.
+        gradient_weight: overwrite `logits` with dloss/dlogits times this; the logits are destroyed.
 
     Raises:
         ValueError: on a CPU, for a label outside the vocabulary. A GPU writes NaN to that row's loss, log_prob and
             gradient instead, because reading labels back would stall it.
     """
     n_rows, n_cols = logits.shape
-    device = logits.device
-
-    def per_row(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(n_rows, dtype=dtype, device=device)
-
-    stats = RowStats(
-        loss=per_row(), log_prob=per_row(), lse=per_row(),
-        entropy=per_row() if with_entropy else None, is_top1=per_row(torch.bool) if with_top1 else None,
-    )  # fmt: skip
     if not runs_triton(logits):
         if not logits.is_cuda:
             check_label_range(labels, n_cols, rule.ignore_index)
-        _fwd_in_torch(logits, labels, rule, with_gradient, stats)
+        _fwd_in_torch(logits, labels, rule, gradient_weight, stats)
     elif n_rows:
         launch = _launch(n_cols)
         _cross_entropy_fwd_kernel[(n_rows,)](
@@ -296,12 +285,12 @@ def cross_entropy_fwd(
             stats.loss if stats.entropy is None else stats.entropy,
             stats.loss if stats.is_top1 is None else stats.is_top1.view(torch.int8),
             logits.stride(0), n_cols, rule.ignore_index, rule.scale, rule.cap, rule.slope,
-            rule.label_smoothing, rule.z_loss,
-            HAS_SOFTCAP=rule.softcap is not None, HAS_SMOOTHING=rule.label_smoothing > 0.0, HAS_ENTROPY=with_entropy,
-            HAS_TOP1=with_top1, WRITES_GRADIENT=with_gradient, UNROLL=launch.unroll, BLOCK_V=launch.block,
+            rule.label_smoothing, rule.z_loss, gradient_weight or 0.0,
+            HAS_SOFTCAP=rule.softcap is not None, HAS_SMOOTHING=rule.label_smoothing > 0.0,
+            HAS_ENTROPY=stats.entropy is not None, HAS_TOP1=stats.is_top1 is not None,
+            WRITES_GRADIENT=gradient_weight is not None, UNROLL=launch.unroll, BLOCK_V=launch.block,
             num_warps=launch.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
-    return stats
 
 
 def cross_entropy_bwd(
@@ -329,7 +318,8 @@ def cross_entropy_bwd(
 class CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, rule):  # type: ignore[override]
-        stats = cross_entropy_fwd(logits, labels, rule)
+        stats = RowStats.empty(logits.shape[0], logits.device)
+        cross_entropy_fwd(logits, labels, rule, stats)
         ctx.save_for_backward(logits, labels, stats.lse)
         ctx.rule = rule
         return stats.loss
@@ -441,7 +431,7 @@ def _builds(cc, dtype):
                 kernel=_cross_entropy_fwd_kernel,
                 signature=dict(
                     x_ptr=pointer, labels_ptr="*i64", loss_ptr="*fp32", log_prob_ptr="*fp32", lse_ptr="*fp32",
-                    entropy_ptr="*fp32", is_top1_ptr="*i8", stride_x_row="i32", **shared,
+                    entropy_ptr="*fp32", is_top1_ptr="*i8", stride_x_row="i32", **shared, gradient_weight="fp32",
                     **dict.fromkeys(("HAS_SOFTCAP", *more, "UNROLL", "BLOCK_V"), "constexpr"),
                 ),
                 constants=flags | more,
