@@ -1,0 +1,267 @@
+"""The chat templates: exact renderings, marks, and the copy of a tokenizer that carries one."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import pytest
+from chats import ANSWER, EMPTY_THOUGHT, USER, chat, make_tokenizer, trained, turns, written
+from transformers import AutoTokenizer
+
+from fastlm import tokenization
+from fastlm.chat_templates import get_chat_template
+from fastlm.chat_templates.templates import TEMPLATES
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
+PLAIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+PLAIN += "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
+DATE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+# S system, U and A first turn, V and B second turn; and the prompt of the first, where it is not the text up to A
+RENDERED = {
+    "chatml": (PLAIN, None),
+    "qwen-2.5": (PLAIN, None),
+    "qwen-3-instruct": (PLAIN, None),
+    "smollm2": (PLAIN, None),
+    "qwen-3": (PLAIN.replace(ANSWER, ANSWER + EMPTY_THOUGHT), PLAIN.split("A<")[0]),
+    "llama-3": (
+        "<s>" + LLAMA("system", "S") + LLAMA("user", "U") + LLAMA("assistant", "A") + LLAMA("user", "V")
+        + LLAMA("assistant", "B"),
+        None,
+    ),
+    "llama-3.1": (
+        "<s>" + LLAMA("system", DATE + "S") + LLAMA("user", "U") + LLAMA("assistant", "A") + LLAMA("user", "V")
+        + LLAMA("assistant", "B"),
+        None,
+    ),
+    "mistral": ("<s>[INST] U[/INST] A</s>[INST] S\n\nV[/INST] B</s>", "<s>[INST] S\n\nU[/INST]"),
+    "gemma-3": (
+        "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
+        "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\nB<end_of_turn>\n",
+        None,
+    ),
+    "phi-3": (
+        "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n"
+        "<|user|>\nV<|end|>\n<|assistant|>\nB<|end|>\n<|endoftext|>",
+        None,
+    ),
+    "phi-4": (PLAIN.replace("<|im_end|>\n", "<|im_end|>").replace("\n", "<|im_sep|>"), None),
+    "zephyr": (
+        "<|system|>\nS</s>\n<|user|>\nU</s>\n<|assistant|>\nA</s>\n<|user|>\nV</s>\n<|assistant|>\nB</s>\n",
+        None,
+    ),
+    "vicuna": ("<s>S USER: U ASSISTANT: A</s>USER: V ASSISTANT: B</s>", "<s>S USER: U ASSISTANT:"),
+    "alpaca": (
+        "S\n\n### Instruction:\nU\n\n### Response:\nA</s>\n\n### Instruction:\nV\n\n### Response:\nB</s>",
+        None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_rendering(tokenizer, name):
+    two_turns, prompt = RENDERED[name]
+    prompt = two_turns.split("A<")[0] if prompt is None else prompt
+    templated = get_chat_template(tokenizer, name, map_eos_token=False)
+
+    def render(*contents, **options):
+        return templated.apply_chat_template(turns(*contents, system="S"), tokenize=False, **options)
+
+    assert render("U", "A", "V", "B") == two_turns
+    assert render("U", add_generation_prompt=True) == prompt
+    # what the model writes continues the prompt
+    assert render("U", "A").startswith(prompt + written(name, "A"))
+
+
+def test_every_template_is_rendered_here():
+    assert set(RENDERED) | {"gemma"} == set(TEMPLATES)
+
+
+def test_gemma_has_no_system(tokenizer):
+    gemma, gemma3 = get_chat_template(tokenizer, "gemma"), get_chat_template(tokenizer, "Gemma3")
+    for options in ({}, {"add_generation_prompt": True}):
+        texts = [each.apply_chat_template(turns("U", "A", "V"), tokenize=False, **options) for each in (gemma, gemma3)]
+        assert texts[0] == texts[1]
+    assert texts[0] == (
+        "<s><start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
+        "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(Exception, match="no system message"):
+        gemma.apply_chat_template(turns("U", system="S"), tokenize=False)
+
+
+DEFAULT_SYSTEMS = {
+    "qwen2.5": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    + USER,
+    "smollm2": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    + USER,
+    "llama-3.2": "<s>" + LLAMA("system", DATE) + "<|start_header_id|>user<|end_header_id|>\n\n",
+    "vicuna": "<s>A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions. USER: ",
+    "alpaca": "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n",
+    "chatml": USER,
+    "qwen3": USER,
+    "llama3": "<s><|start_header_id|>user<|end_header_id|>\n\n",
+    "mistral": "<s>[INST] ",
+}
+
+
+@pytest.mark.parametrize("name", DEFAULT_SYSTEMS)
+def test_conversation_without_system(tokenizer, name):
+    templated = get_chat_template(tokenizer, name)
+    assert (
+        templated.apply_chat_template(turns("U"), tokenize=False).split("U")[0] == DEFAULT_SYSTEMS[name].split("U")[0]
+    )
+    assert templated.apply_chat_template(turns("Q"), tokenize=False).startswith(DEFAULT_SYSTEMS[name] + "Q")
+
+
+def test_reasoning(tokenizer):
+    templated = get_chat_template(tokenizer, "qwen3")
+    expected = "<|im_start|>assistant\n<think>\nwhy\n</think>\n\nA<|im_end|>\n"
+    messages = turns("U", "<think>\nwhy\n</think>\n\nA")
+    assert templated.apply_chat_template(messages, tokenize=False).endswith(expected)
+    messages = [*turns("U"), {"role": "assistant", "content": "A", "reasoning_content": "why"}]
+    assert templated.apply_chat_template(messages, tokenize=False).endswith(expected)
+    prompt = templated.apply_chat_template(
+        turns("U"), tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert prompt.endswith(ANSWER + EMPTY_THOUGHT)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_marks_enclose_answer_and_end_of_turn(tokenizer, name):
+    templated = get_chat_template(tokenizer, name)
+    row = templated.apply_chat_template(
+        turns("one", "two", "three", "four"), return_assistant_tokens_mask=True, return_dict=True
+    )
+    labels = [token if mask else -100 for token, mask in zip(row["input_ids"], row["assistant_masks"], strict=True)]
+    row = {"input_ids": row["input_ids"], "labels": labels}
+    assert trained(templated, row) == [written(name, "two"), written(name, "four")]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_messages_that_a_template_cannot_write_raise(tokenizer, name):
+    templated = get_chat_template(tokenizer, name)
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    for messages, options in (
+        (turns("U"), {"tools": tools}),
+        ([*turns("U"), call], {}),
+        ([*turns("U", "A"), {"role": "tool", "content": "4"}], {}),
+        ([{"role": "user", "content": [{"type": "text", "text": "U"}]}], {}),
+        ([{"role": "user", "content": None}], {}),
+    ):
+        with pytest.raises(Exception, match=r"writes no tools|role must be|content must be"):
+            templated.apply_chat_template(messages, tokenize=False, **options)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma-3", "vicuna", "alpaca"])
+def test_turns_must_alternate(tokenizer, name):
+    templated = get_chat_template(tokenizer, name)
+    for messages in (turns("U") * 2, turns("U", "A") + turns(system="S")):
+        with pytest.raises(Exception, match="in turn"):
+            templated.apply_chat_template(messages, tokenize=False)
+
+
+def hashes(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).iterdir()}
+
+
+def test_the_given_tokenizer_stays_as_it_is(tmp_path):
+    given = make_tokenizer()
+    given.chat_template = "{{ messages }}"
+    given.save_pretrained(tmp_path / "before")
+    vocabulary, text = given.get_vocab(), "hello <|im_start|>user\n<|im_end|></s>"
+    templated = get_chat_template(given, "chatml")
+    given.save_pretrained(tmp_path / "after")
+    assert hashes(tmp_path / "before") == hashes(tmp_path / "after")
+    assert (given.chat_template, given.eos_token) == ("{{ messages }}", "</s>")
+    templated.save_pretrained(tmp_path / "copy")
+    for each in (templated, AutoTokenizer.from_pretrained(tmp_path / "copy")):
+        assert (each.eos_token, each.pad_token, each.bos_token) == ("<|im_end|>", "<pad>", "<s>")
+        assert each.get_vocab() == vocabulary
+        assert each(text)["input_ids"] == given(text)["input_ids"]
+        assert each.apply_chat_template(turns("U", "A"), tokenize=False) == chat(("user", "U"), ("assistant", "A"))
+
+
+def test_end_of_turn_becomes_end_token_only_if_the_vocabulary_has_it(tokenizer, caplog):
+    assert get_chat_template(tokenizer, "llama-3").eos_token == "<|eot_id|>"
+    assert get_chat_template(tokenizer, "llama-3").eos_token_id == tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    assert get_chat_template(tokenizer, "llama-3", map_eos_token=False).eos_token == "</s>"
+    assert get_chat_template(tokenizer, "zephyr").eos_token == "</s>"
+    assert not caplog.records
+    missing = get_chat_template(tokenizer, "phi-3")
+    assert missing.eos_token == "</s>" and len(missing) == len(tokenizer)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] and "<|end|>" in caplog.text
+
+
+def test_own_template(tokenizer):
+    own = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    templated = get_chat_template(tokenizer, (own, "<|im_end|>"), system_message='a "b" {{ c }} %} \\ é\n')
+    assert templated.apply_chat_template(turns("U"), tokenize=False) == (
+        'system:a "b" {{ c }} %} \\ é\n<|im_end|>user:U<|im_end|>'
+    )
+    assert templated.apply_chat_template(turns("U", system="S"), tokenize=False) == "system:S<|im_end|>user:U<|im_end|>"
+    assert templated.eos_token == "<|im_end|>"
+    assert get_chat_template(tokenizer, (own, None)).eos_token == "</s>"
+
+
+def test_system_message_replaces_the_templates_own(tokenizer):
+    templated = get_chat_template(tokenizer, "qwen-2.5", system_message="X")
+    assert templated.apply_chat_template(turns("U"), tokenize=False) == chat(("system", "X"), ("user", "U"))
+    assert templated.apply_chat_template(turns("U", system="S"), tokenize=False) == chat(("system", "S"), ("user", "U"))
+
+
+@pytest.mark.parametrize("name", ["chatml", "mistral", "llama-3.1"])
+def test_mapping(tokenizer, name):
+    names = {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}
+    templated = get_chat_template(tokenizer, name, mapping=names)
+    plain = get_chat_template(tokenizer, name)
+    standard = turns("U", "A", "V", system="S")
+    shared = [
+        {"from": {"user": "human", "assistant": "gpt"}.get(m["role"], m["role"]), "value": m["content"]}
+        for m in standard
+    ]
+    expected = plain.apply_chat_template(standard, tokenize=False, add_generation_prompt=True)
+    for messages in (shared, standard):
+        assert templated.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == expected
+    names = {"role": "NAMES", "content": "CONTENT ROLE"}
+    templated = get_chat_template(tokenizer, name, mapping=names)
+    messages = [{"NAMES": m["role"], "CONTENT ROLE": m["content"]} for m in standard]
+    assert templated.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == expected
+
+
+@pytest.mark.parametrize("name", ["chatml", "alpaca", "llama-3"])
+def test_one_begin_token(name):
+    """Where the tokenizer puts a begin token before plain text, a chat has one, rendered or not."""
+    tokenizer = make_tokenizer(add_bos=True)
+    tokenization.one_begin_token(tokenizer)
+    templated = get_chat_template(tokenizer, name)
+    text = templated.apply_chat_template(turns("one"), tokenize=False)
+    ids = templated.apply_chat_template(turns("one"), return_dict=False)
+    assert ids == templated(text)["input_ids"]
+    assert ids[0] == 1 and ids.count(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"chat_template": "no-such"}, ValueError, "unknown chat template 'no-such'.*chatml.*llama-3.2"),
+        ({"chat_template": ("{{ x }}",)}, ValueError, "pair"),
+        ({"chat_template": 3}, TypeError, "int"),
+        ({"mapping": {"rôle": "from"}}, ValueError, "'role', 'content', 'user', 'assistant'"),
+        ({"mapping": {"role": "content"}}, ValueError, "one name"),
+        ({"mapping": {"role": None}}, ValueError, "a name for each"),
+    ],
+)
+def test_wrong_arguments(tokenizer, arguments, error, words):
+    with pytest.raises(error, match=words):
+        get_chat_template(tokenizer, **arguments)
+    with pytest.raises(TypeError, match="str"):
+        get_chat_template("a tokenizer")
