@@ -21,7 +21,7 @@ from exported import (
     tensors,
     tokenizer,
     with_lora,
-)  # fmt: skip
+)
 from peft import LoraConfig
 
 from fastlm.export import save_pretrained_merged, weights
