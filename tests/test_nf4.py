@@ -121,7 +121,9 @@ def test_wrong_fields_are_named():
     weight = _weight((4, 32))
     with pytest.raises(ValueError, match=r"packed of a weight \(4, 32\) must be 64 .* got 63"):
         dataclasses.replace(weight, packed=weight.packed[:63])
-    with pytest.raises(ValueError, match=r"absmax .* must be 2 contiguous torch.float32 values, got 2 of torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"absmax .* must be 2 contiguous torch.float32 values, got 2 of torch.float16"
+    ):
         dataclasses.replace(weight, absmax=weight.absmax.half())
     with pytest.raises(ValueError, match="got 48 and 256"):
         dataclasses.replace(weight, blocksize=48)

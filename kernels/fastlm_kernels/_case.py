@@ -22,6 +22,7 @@ class Build:
         constants: values of the constexpr arguments.
         num_warps: as `_launch.py` picks it for the chip.
         multiples_of_16: integer arguments that are multiples of 16 at run time; pointers always are.
+        enable_fp_fusion: as the launcher passes it.
     """
 
     kernel: Any
@@ -29,6 +30,7 @@ class Build:
     constants: Mapping[str, Any]
     num_warps: int
     multiples_of_16: tuple[str, ...] = ()
+    enable_fp_fusion: bool = True
 
 
 def build(

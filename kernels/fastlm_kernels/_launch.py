@@ -66,13 +66,13 @@ def interpreting() -> Iterator[None]:
         _interpreting = before
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def capability(device_index: int) -> tuple[int, int]:
     """Compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device_index)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def multiprocessors(device_index: int | None) -> int:
     """Number of streaming multiprocessors; a fixed number where there is no GPU (interpreter, ahead-of-time)."""
     if device_index is None:

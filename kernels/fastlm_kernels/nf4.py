@@ -10,8 +10,9 @@ result's dtype, so the values are bitsandbytes' bit for bit. No gradient: the we
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,12 +30,12 @@ CODE = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-# values that one program decodes: a divisor of blocksize * nested_blocksize, so that a program lies in one nested block
-_PROGRAM_VALUES = 4096
+# items that one program decodes; its values divide blocksize * nested_blocksize, so that it lies in one nested block
+_BLOCK_ITEMS = {8: 512, 2: 1024}
 _NUM_WARPS = 4
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class NF4Weight:
     """A weight [N, K] in NF4, by reference: nothing is copied.
 
@@ -211,7 +212,7 @@ def nf4_decode(weight: NF4Weight, dtype: torch.dtype, out: Tensor | None = None)
     packed = packed.view(torch.int32) if has_words else packed
     item_values = 8 if has_words else 2
     if n_values:
-        block_items = _PROGRAM_VALUES // item_values
+        block_items = _BLOCK_ITEMS[item_values]
         _nf4_decode_kernel[(triton.cdiv(packed.numel(), block_items),)](
             packed, weight.absmax, weight.nested_absmax, weight.nested_code, weight.nested_offset, out,
             packed.numel(), n_values, n_cols, out.stride(0),
@@ -268,14 +269,14 @@ def _strided(inputs):
 def _builds(cc, dtype):
     types = dict(absmax_ptr="*fp32", nested_absmax_ptr="*fp32", nested_code_ptr="*fp32", nested_offset_ptr="*fp32")
     for item_values, packed in ((8, "*i32"), (2, "*u8")):
-        for is_nested in (False, True):
-            for is_contiguous in (False, True):
-                constants = dict(
-                    BLOCKSIZE=64, NESTED_BLOCKSIZE=256, IS_NESTED=is_nested, IS_CONTIGUOUS=is_contiguous,
-                    ITEM_VALUES=item_values, BLOCK_ITEMS=_PROGRAM_VALUES // item_values,
-                )  # fmt: skip
-                kinds = dict(types, packed_ptr=packed, absmax_ptr="*u8" if is_nested else "*fp32")
-                yield build(_nf4_decode_kernel, dtype, constants, _NUM_WARPS, kinds)
+        for is_nested, is_contiguous in ((True, True), (True, False), (False, True)):
+            constants = dict(
+                BLOCKSIZE=64, NESTED_BLOCKSIZE=256, IS_NESTED=is_nested, IS_CONTIGUOUS=is_contiguous,
+                ITEM_VALUES=item_values, BLOCK_ITEMS=_BLOCK_ITEMS[item_values],
+            )  # fmt: skip
+            kinds = dict(types, packed_ptr=packed, absmax_ptr="*u8" if is_nested else "*fp32")
+            made = build(_nf4_decode_kernel, dtype, constants, _NUM_WARPS, kinds)
+            yield dataclasses.replace(made, enable_fp_fusion=False)
 
 
 def _case(name, is_nested):
@@ -284,7 +285,7 @@ def _case(name, is_nested):
         op=nf4_decode,
         reference=nf4_decode_reference,
         eager=lambda weight, dtype: nf4_decode_reference(weight).float().to(dtype),
-        make=lambda *arguments: _make(*arguments, is_nested),
+        make=functools.partial(_make, is_nested=is_nested),
         shapes={
             "typical": (24, 256), "several-programs": (48, 704), "odd": (7, 41), "rows-of-bytes": (5, 46),
             "one-row": (1, 128), "one-value": (1, 1), "empty": (0, 64),

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastlm_kernels._case import Build, Case, randn
+from fastlm_kernels._case import Case, build, randn
 from fastlm_kernels._launch import RowLaunch, as_rows, multiprocessors, row_launch, runs_triton, tl, triton
 
 # T rows (tokens), D columns (hidden size)
-MAX_COLUMNS = 32768
+MAX_COLUMNS = 16384
+# rows up to which the sums for dweight fit in registers beside the row itself
+_MAX_FUSED_DWEIGHT = 8192
+_DWEIGHT_BLOCK = 2048
 
 
 @triton.jit
@@ -56,13 +59,14 @@ def _rms_norm_bwd_kernel(
     # each program walks over rows program_id, program_id + programs, ... and keeps one partial sum of dweight
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < n_cols
-    weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) + weight_offset
     dweight = tl.zeros((BLOCK_D,), tl.float32)
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         row_64 = tl.cast(row, tl.int64)
         h = tl.load(h_ptr + row_64 * stride_h_row + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row_64 * stride_dy_row + offs_d, mask=mask_d, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + row_64)
+        # read for every row: it lies in cache, and its registers are needed
+        weight = tl.load(weight_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32) + weight_offset
         normed = h * rstd
         scaled = dy * weight
         dx = rstd * (scaled - normed * (tl.sum(scaled * normed, axis=0) / n_cols))
@@ -76,12 +80,28 @@ def _rms_norm_bwd_kernel(
         tl.store(dweight_ptr + tl.program_id(0).to(tl.int64) * n_cols + offs_d, dweight, mask=mask_d)
 
 
+@triton.jit
+def _rms_norm_dweight_kernel(
+    dy_ptr, h_ptr, rstd_ptr, dweight_ptr, stride_dy_row, stride_h_row, n_rows, n_cols, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    # for rows too long for the sums in _rms_norm_bwd_kernel: program (i, j) sums rows i, i + programs, ... of column block j
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < n_cols
+    dweight = tl.zeros((BLOCK_D,), tl.float32)
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        row_64 = tl.cast(row, tl.int64)
+        h = tl.load(h_ptr + row_64 * stride_h_row + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_64 * stride_dy_row + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        dweight += dy * (h * tl.load(rstd_ptr + row_64))
+    tl.store(dweight_ptr + tl.program_id(0).to(tl.int64) * n_cols + offs_d, dweight, mask=mask_d)
+
+
 def _launch_fwd(n_cols: int) -> RowLaunch:
     return row_launch(n_cols, live_values=4, max_block=MAX_COLUMNS)
 
 
-def _launch_bwd(n_cols: int) -> RowLaunch:
-    return row_launch(n_cols, live_values=8, max_block=MAX_COLUMNS)
+def _launch_bwd(n_cols: int, needs_dweight: bool) -> RowLaunch:
+    return row_launch(n_cols, live_values=8 if needs_dweight else 4, max_block=MAX_COLUMNS)
 
 
 def _out_dtype(x: Tensor, weight: Tensor, cast_before_weight: bool) -> torch.dtype:
@@ -146,16 +166,23 @@ def rms_norm_bwd(
     dx = torch.empty((n_rows, n_cols), dtype=h.dtype, device=h.device)
     if not n_rows:
         return dx, torch.zeros_like(weight) if needs_dweight else None
-    launch = _launch_bwd(n_cols)
+    is_fused = needs_dweight and n_cols <= _MAX_FUSED_DWEIGHT
+    launch = _launch_bwd(n_cols, is_fused)
     # a fixed number of partial sums, so that dweight does not depend on timing
-    programs = min(n_rows, 4 * multiprocessors(h.device.index)) if needs_dweight else n_rows
-    partial = torch.empty((programs, n_cols), dtype=torch.float32, device=h.device) if needs_dweight else rstd
-    _rms_norm_bwd_kernel[(programs,)](
+    n_sums = min(n_rows, 4 * multiprocessors(h.device.index)) if needs_dweight else 0
+    partial = torch.empty((n_sums, n_cols), dtype=torch.float32, device=h.device)
+    _rms_norm_bwd_kernel[(n_sums if is_fused else n_rows,)](
         dy, dy if dh is None else dh, h, weight, rstd, dx, partial,
         dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0), n_rows, n_cols, weight_offset,
-        HAS_DH=dh is not None, HAS_DWEIGHT=needs_dweight, BLOCK_D=launch.block,
+        HAS_DH=dh is not None, HAS_DWEIGHT=is_fused, BLOCK_D=launch.block,
         num_warps=launch.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
+    if needs_dweight and not is_fused:
+        launch = _launch_bwd(_DWEIGHT_BLOCK, True)
+        _rms_norm_dweight_kernel[(n_sums, triton.cdiv(n_cols, launch.block))](
+            dy, h, rstd, partial, dy.stride(0), h.stride(0), n_rows, n_cols,
+            BLOCK_D=launch.block, num_warps=launch.num_warps, enable_fp_fusion=True,
+        )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype) if needs_dweight else None
 
 
@@ -206,7 +233,7 @@ def rms_norm(
         [..., D]; in the promoted dtype of x and weight if `cast_before_weight`, else in x.dtype.
 
     Raises:
-        ValueError: if weight.shape is not (D,), or D exceeds 32768.
+        ValueError: if weight.shape is not (D,), or D exceeds 16384.
         TypeError: for a dtype that the device's kernels do not take.
 
     Reference: Zhang and Sennrich 2019, arXiv:1910.07467.
@@ -282,37 +309,24 @@ def _strided(inputs):
 
 
 def _builds(cc, dtype):
-    pointer = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
-    for n_cols in (2048, 4096, 8192, 16384):
-        forward, backward = _launch_fwd(n_cols), _launch_bwd(n_cols)
-        for has_residual in (False, True):
-            yield Build(
-                kernel=_rms_norm_fwd_kernel,
-                signature=dict(
-                    x_ptr=pointer, residual_ptr=pointer, weight_ptr=pointer, y_ptr=pointer, h_ptr=pointer,
-                    rstd_ptr="*fp32", stride_x_row="i32", stride_residual_row="i32", n_cols="i32", eps="fp32",
-                    weight_offset="fp32", HAS_RESIDUAL="constexpr", CAST_BEFORE_WEIGHT="constexpr", BLOCK_D="constexpr",
-                ),
-                constants=dict(HAS_RESIDUAL=has_residual, CAST_BEFORE_WEIGHT=True, BLOCK_D=forward.block),
-                num_warps=forward.num_warps,
-                multiples_of_16=("stride_x_row", "stride_residual_row", "n_cols"),
-            )  # fmt: skip
-            yield Build(
-                kernel=_rms_norm_bwd_kernel,
-                signature=dict(
-                    dy_ptr=pointer, dh_ptr=pointer, h_ptr=pointer, weight_ptr=pointer, rstd_ptr="*fp32", dx_ptr=pointer,
-                    dweight_ptr="*fp32", stride_dy_row="i32", stride_dh_row="i32", stride_h_row="i32", n_rows="i32",
-                    n_cols="i32", weight_offset="fp32", HAS_DH="constexpr", HAS_DWEIGHT="constexpr", BLOCK_D="constexpr",
-                ),
-                constants=dict(HAS_DH=has_residual, HAS_DWEIGHT=has_residual, BLOCK_D=backward.block),
-                num_warps=backward.num_warps,
-                multiples_of_16=("stride_dy_row", "stride_dh_row", "stride_h_row", "n_cols"),
-            )  # fmt: skip
+    types = dict.fromkeys(("rstd_ptr", "dweight_ptr"), "*fp32") | dict.fromkeys(("eps", "weight_offset"), "fp32")
+    for n_cols in (4096, 8192, 16384):
+        launch = _launch_fwd(n_cols)
+        options = dict(HAS_RESIDUAL=True, CAST_BEFORE_WEIGHT=True, BLOCK_D=launch.block)
+        yield build(_rms_norm_fwd_kernel, dtype, options, launch.num_warps, types)
+        for has_dweight in (False, True):
+            if not has_dweight or n_cols <= _MAX_FUSED_DWEIGHT:
+                launch = _launch_bwd(n_cols, has_dweight)
+                options = dict(HAS_DH=True, HAS_DWEIGHT=has_dweight, BLOCK_D=launch.block)
+                yield build(_rms_norm_bwd_kernel, dtype, options, launch.num_warps, types)
+    launch = _launch_bwd(_DWEIGHT_BLOCK, True)
+    yield build(_rms_norm_dweight_kernel, dtype, dict(BLOCK_D=launch.block), launch.num_warps, types)
 
 
 _SHAPES = {
     "typical": (2, 24, 64),
     "odd": (5, 97),
+    "long-rows": (3, 8200),
     "one-row": (1, 128),
     "one-column": (3, 1),
     "empty": (0, 64),
