@@ -1,0 +1,89 @@
+"""Write the measured tables of README.md from benchmarks/results/*.jsonl.
+
+    python benchmarks/tables.py          # rewrites README.md
+    python benchmarks/tables.py --check  # fails if it would change
+
+A table stands between `<!-- table:NAME -->` and `<!-- end -->`. Each line of a results file is one run.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def read(name: str) -> list[dict]:
+    """The rows of one results file, oldest first; none if it was not measured yet."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
+
+
+def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def finetune(rows: list[dict]) -> str:
+    """One line a run, in the order of model and shape; where a run was repeated, the last one counts. Failed runs stay."""
+    latest = {
+        tuple(
+            row[key] for key in ("model", "mode", "bs", "seq", "accum", "data", "trainer", "impl", "setting", "gpu")
+        ): row
+        for row in rows
+    }
+    table = []
+    for row in sorted(
+        latest.values(), key=lambda row: (row["model"], row["mode"], row["bs"] * row["seq"], row["data"])
+    ):
+        batch = f"{row['bs']}x{row['seq']}" + (f"x{row['accum']}" if row["accum"] > 1 else "")
+        is_done = row["ms"] is not None
+        table.append((
+            row["model"], row["mode"], f"{batch} {row['data']}", row["trainer"], f"{row['impl']} {row['setting']}".strip(),
+            f"{row['ms']:.0f}" if is_done else "out of memory", f"{row['tok_s']:,.0f}" if is_done else "–",
+            f"{row['peak_gib']:.1f}" if is_done else "–", row["gpu"], f"{row['torch']} / {row['triton']}", row["commit"][:9],
+        ))  # fmt: skip
+    if not table:
+        return "Nothing measured yet.\n"
+    header = (
+        "model",
+        "mode",
+        "batch",
+        "trainer",
+        "library",
+        "ms/step",
+        "tokens/s",
+        "peak GiB",
+        "GPU",
+        "torch / triton",
+        "commit",
+    )
+    return markdown(header, table)
+
+
+TABLES: dict[str, Callable[[list[dict]], str]] = {"finetune": finetune}
+
+
+def filled(text: str) -> str:
+    """The text with every marked table made anew.
+
+    Raises:
+        KeyError: for a marker whose name is not in `TABLES`.
+    """
+    return BLOCK.sub(lambda block: block[1] + TABLES[block[2]](read(block[2])) + block[3], text)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    before = README.read_text()
+    after = filled(before)
+    if not parser.parse_args().check:
+        README.write_text(after)
+    elif after != before:
+        raise SystemExit("README.md differs from benchmarks/results: run python benchmarks/tables.py")
