@@ -26,7 +26,7 @@ def load_pairs(
     row_ptrs, mask_row,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    # row_ptrs [N, 1] or scalar -> first and second members, [N or 1, BLOCK_PAIRS] float32
+    # row_ptrs, mask_row: [N, 1] or scalars -> first and second members, [N or 1, BLOCK_PAIRS] float32
     if INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
         both = tl.load(row_ptrs + offs, mask=mask_row & (offs < HEAD_DIM), other=0.0).to(tl.float32)
@@ -59,9 +59,9 @@ def store_pairs(
 
 @triton.jit
 def place_rows(block, blocks_per_batch, n_tokens, N_HEADS: tl.constexpr, ROWS: tl.constexpr):
-    # batch, and for ROWS rows of it: index (over the whole tensor), token, head, mask; all [ROWS, 1] but batch
+    # batch, and for ROWS rows of it: index (over the whole tensor), token, head, mask; all [ROWS] but batch
     batch = tl.cast(block // blocks_per_batch, tl.int64)
-    row = (block % blocks_per_batch) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = (block % blocks_per_batch) * ROWS + tl.arange(0, ROWS)
     index = batch * n_tokens * N_HEADS + row
     return batch, index, (row // N_HEADS).to(tl.int64), row % N_HEADS, row < n_tokens * N_HEADS
 
@@ -71,14 +71,14 @@ def load_angles(
     tables, strides, batch, token, mask_row, HAS_POSITIONS: tl.constexpr, HALF: tl.constexpr, BLOCK_PAIRS: tl.constexpr
 ):  # fmt: skip
     # tables: cos, sin, position_ids; strides: batch and token stride of cos and sin, then those of position_ids.
-    # The second half of a table row repeats the first and is not read.
+    # The second half of a table row repeats the first and is not read. token, mask_row [ROWS]
     if HAS_POSITIONS:
         position = tl.load(tables[2] + batch * strides[2] + token * strides[3], mask=mask_row, other=0)
         entry = position.to(tl.int64) * strides[1]
     else:
         entry = batch * strides[0] + token * strides[1]
     offs = tl.arange(0, BLOCK_PAIRS)[None, :]
-    mask = mask_row & (offs < HALF)
-    cos = tl.load(tables[0] + entry + offs, mask=mask, other=1.0).to(tl.float32)
-    sin = tl.load(tables[1] + entry + offs, mask=mask, other=0.0).to(tl.float32)
+    mask = mask_row[:, None] & (offs < HALF)
+    cos = tl.load(tables[0] + entry[:, None] + offs, mask=mask, other=1.0).to(tl.float32)
+    sin = tl.load(tables[1] + entry[:, None] + offs, mask=mask, other=0.0).to(tl.float32)
     return cos, sin

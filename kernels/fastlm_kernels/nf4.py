@@ -276,7 +276,8 @@ def _builds(cc, dtype):
             )  # fmt: skip
             kinds = dict(types, packed_ptr=packed, absmax_ptr="*u8" if is_nested else "*fp32")
             made = build(_nf4_decode_kernel, dtype, constants, _NUM_WARPS, kinds)
-            yield dataclasses.replace(made, enable_fp_fusion=False)
+            aligned = (*made.multiples_of_16, "n_items", "n_values")
+            yield dataclasses.replace(made, multiples_of_16=aligned, enable_fp_fusion=False)
 
 
 def _case(name, is_nested):

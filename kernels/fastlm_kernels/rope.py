@@ -35,22 +35,23 @@ def _turn_rows(
     ROWS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
     batch, row, token, head, mask_row = place_rows(block, blocks_per_batch, n_tokens, N_HEADS, ROWS)
-    x_ptrs = x_ptr + batch * strides_x[0] + token * strides_x[1] + head * strides_x[2]
-    y_ptrs = y_ptr + batch * strides_y[0] + token * strides_y[1] + head * strides_y[2]
-    first, second = load_pairs(x_ptrs, mask_row, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+    x_ptrs = (x_ptr + batch * strides_x[0] + token * strides_x[1] + head * strides_x[2])[:, None]
+    y_ptrs = (y_ptr + batch * strides_y[0] + token * strides_y[1] + head * strides_y[2])[:, None]
+    first, second = load_pairs(x_ptrs, mask_row[:, None], HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
     cos, sin = load_angles(tables, strides_tables, batch, token, mask_row, HAS_POSITIONS, ROTARY_DIM // 2, BLOCK_PAIRS)
     if INVERSE:
         sin = -sin
     if HAS_NORM:
-        mean = tl.sum(first * first + second * second, axis=1, keep_dims=True) / HEAD_DIM
-        rstd = 1.0 / tl.sqrt(mean + eps)  # [ROWS, 1]
+        mean = tl.sum(first * first + second * second, axis=1) / HEAD_DIM
+        rstd = 1.0 / tl.sqrt(mean + eps)  # [ROWS]
         tl.store(rstd_ptr + row, rstd, mask=mask_row)
+        rstd = rstd[:, None]
         weight_first, weight_second = load_pairs(weight_ptr, True, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         first = first * rstd * (weight_first + weight_offset)
         second = second * rstd * (weight_second + weight_offset)
     y_first = first * cos - second * sin
     y_second = second * cos + first * sin
-    store_pairs(y_ptrs, mask_row, y_first, y_second, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+    store_pairs(y_ptrs, mask_row[:, None], y_first, y_second, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
 
 
 @triton.jit
@@ -97,15 +98,15 @@ def _turn_norm_bwd_rows(
     dweight_second = tl.zeros((ROWS, BLOCK_PAIRS), tl.float32)
     for block in range(first_block, n_blocks, tl.num_programs(0)):
         batch, row, token, head, mask_row = place_rows(block, blocks_per_batch, n_tokens, N_HEADS, ROWS)
-        dy_ptrs = dy_ptr + batch * strides_dy[0] + token * strides_dy[1] + head * strides_dy[2]
-        x_ptrs = x_ptr + batch * strides_x[0] + token * strides_x[1] + head * strides_x[2]
-        dx_ptrs = dx_ptr + batch * strides_dx[0] + token * strides_dx[1] + head * strides_dx[2]
-        dy_first, dy_second = load_pairs(dy_ptrs, mask_row, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-        x_first, x_second = load_pairs(x_ptrs, mask_row, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        dy_ptrs = (dy_ptr + batch * strides_dy[0] + token * strides_dy[1] + head * strides_dy[2])[:, None]
+        x_ptrs = (x_ptr + batch * strides_x[0] + token * strides_x[1] + head * strides_x[2])[:, None]
+        dx_ptrs = (dx_ptr + batch * strides_dx[0] + token * strides_dx[1] + head * strides_dx[2])[:, None]
+        dy_first, dy_second = load_pairs(dy_ptrs, mask_row[:, None], HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        x_first, x_second = load_pairs(x_ptrs, mask_row[:, None], HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
         cos, sin = load_angles(
             tables, strides_tables, batch, token, mask_row, HAS_POSITIONS, ROTARY_DIM // 2, BLOCK_PAIRS
         )
-        rstd = tl.load(rstd_ptr + row, mask=mask_row, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=mask_row, other=0.0)[:, None]
         normed_first = x_first * rstd
         normed_second = x_second * rstd
         # gradient of the norm's output, turned back
@@ -119,7 +120,7 @@ def _turn_norm_bwd_rows(
         mean = tl.sum(dn_first * normed_first + dn_second * normed_second, axis=1, keep_dims=True) / HEAD_DIM
         dx_first = rstd * (dn_first - normed_first * mean)
         dx_second = rstd * (dn_second - normed_second * mean)
-        store_pairs(dx_ptrs, mask_row, dx_first, dx_second, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        store_pairs(dx_ptrs, mask_row[:, None], dx_first, dx_second, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
     if HAS_DWEIGHT:
         store_pairs(
             dweight_ptr + tl.program_id(0) * HEAD_DIM, True,
