@@ -70,6 +70,8 @@ class Case:
         ideal: (shape, bytes per element) -> (bytes moved, floating-point operations) of a perfect forward run.
         ideal_backward: the same for the backward.
         builds: (compute capability, dtype) -> the configurations the launchers would pick there.
+        draws: inputs are drawn this often and errors averaged, for ops that round between several GEMMs: there, ours and
+            torch's errors are sums of many roundings, and one draw of a few values says little about either.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Case:
     ideal: Callable[[Shape, int], tuple[float, float]] | None = None
     ideal_backward: Callable[[Shape, int], tuple[float, float]] | None = None
     builds: Callable[[tuple[int, int], torch.dtype], Sequence[Build]] | None = None
+    draws: int = 1
 
 
 def randn(

@@ -52,8 +52,8 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class _Frozen:
-    """What a group of projections holds beside the tensors that autograd sees."""
+class Group:
+    """Projections that share their input: what they hold beside the tensors that autograd sees."""
 
     weights: tuple[Tensor | NF4Weight, ...]
     scalings: tuple[float, ...]
@@ -66,10 +66,10 @@ class _Frozen:
         return [weight.shape[0] for weight in self.weights]
 
 
-def _freeze(projections: Sequence[Projection], lora_dtype: torch.dtype | None) -> _Frozen:
+def group(projections: Sequence[Projection], lora_dtype: torch.dtype | None) -> Group:
     # The seed of a dropout mask comes from torch's CPU generator, which checkpointing restores for a replay.
     seeds = tuple(int(torch.randint(2**62, ())) if p.dropout else 0 for p in projections)
-    return _Frozen(
+    return Group(
         weights=tuple(p.weight for p in projections),
         scalings=tuple(p.scaling for p in projections),
         dropouts=tuple(p.dropout for p in projections),
@@ -78,7 +78,7 @@ def _freeze(projections: Sequence[Projection], lora_dtype: torch.dtype | None) -
     )
 
 
-def _tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
+def group_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
     """Per projection bias, A, B: the inputs of the Function, so that hooks, DDP and optimizers see the parameters."""
     return [tensor for p in projections for tensor in (p.bias, p.lora_a, p.lora_b)]
 
@@ -92,13 +92,14 @@ def _dropout(x: Tensor, p: float, seed: int) -> Tensor:
     return x * keep.div_(1.0 - p)
 
 
-def _decode_stacked(weights: Sequence[Tensor | NF4Weight], dtype: torch.dtype) -> Tensor | None:
+def decode_stacked(frozen: Group, dtype: torch.dtype) -> Tensor | None:
     """All weights of the group as one [sum N, K] buffer, or None where a dense weight would have to be copied."""
+    weights = frozen.weights
     if len(weights) == 1 and isinstance(weights[0], Tensor):
         return weights[0].to(dtype)
     if any(isinstance(weight, Tensor) for weight in weights):
         return None
-    rows, n_cols = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    rows, n_cols = sum(frozen.widths), weights[0].shape[1]
     stacked = torch.empty((rows, n_cols), dtype=dtype, device=weights[0].packed.device)
     start = 0
     for weight in weights:
@@ -111,38 +112,76 @@ def _decode(weight: Tensor | NF4Weight, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else nf4_decode(weight, dtype)
 
 
-def _shared_low_rank(x: Tensor, frozen: _Frozen, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """dropout(x) A^T of each projection, [T, R] in the adapters' dtype; x is read once where no dropout forbids it."""
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a group as two matrices, so that each pass over x or dy is one GEMM.
+
+    Attributes:
+        a: [sum R, K], the A of all projections below each other; None if none of them may share a pass over x.
+        b: [sum N, sum R], s_i B_i on the diagonal and zero elsewhere.
+        dtype: of the adapters' GEMMs.
+        spans: per projection its columns of `b`, or None for one without an adapter or with a dropout of its own.
+    """
+
+    a: Tensor | None
+    b: Tensor | None
+    dtype: torch.dtype
+    spans: tuple[slice | None, ...]
+
+
+def pack_adapters(frozen: Group, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Adapters:
+    """Gather the adapters of a group. `dtype` is of the base GEMM; adapters keep their own unless `lora_dtype` says another."""
     a = [tensors[3 * i + 1] for i in range(len(frozen.weights))]
-    dtype = frozen.lora_dtype or next((t.dtype for t in a if t is not None), x.dtype)
+    dtype = frozen.lora_dtype or next((t.dtype for t in a if t is not None), dtype)
     together = [i for i, t in enumerate(a) if t is not None and not frozen.dropouts[i]]
-    low: list[Tensor | None] = [None] * len(a)
-    if together:
-        stacked = a[together[0]] if len(together) == 1 else torch.cat([a[i] for i in together])
-        product = x.to(dtype) @ stacked.to(dtype).t()
-        for i, part in zip(together, product.split([a[i].shape[0] for i in together], dim=1), strict=True):
-            low[i] = part
-    for i, t in enumerate(a):
-        if t is not None and frozen.dropouts[i]:
-            low[i] = _dropout(x, frozen.dropouts[i], frozen.seeds[i]).to(dtype) @ t.to(dtype).t()
-    return low
+    spans: list[slice | None] = [None] * len(a)
+    if not together:
+        return Adapters(None, None, dtype, tuple(spans))
+    stop = 0
+    for i in together:
+        spans[i] = slice(stop, stop + a[i].shape[0])
+        stop = spans[i].stop
+    if len(a) == 1:
+        scaling, b = frozen.scalings[0], tensors[2].to(dtype)
+        return Adapters(a[0].to(dtype), b if scaling == 1.0 else b * scaling, dtype, tuple(spans))
+    widths = frozen.widths
+    b = torch.zeros((sum(widths), stop), dtype=dtype, device=a[together[0]].device)
+    for i in together:
+        start = sum(widths[:i])
+        torch.mul(tensors[3 * i + 2], frozen.scalings[i], out=b[start : start + widths[i], spans[i]])
+    return Adapters(torch.cat([a[i] for i in together]).to(dtype), b, dtype, tuple(spans))
 
 
-def _add_low_rank(y: Tensor, low: Tensor, b: Tensor, scaling: float) -> None:
-    """y += scaling * low b^T, in the adapters' dtype where it is wider than y's."""
-    if low.dtype == y.dtype:
-        y.addmm_(low, b.to(low.dtype).t(), alpha=scaling)
+def _add_product(y: Tensor, left: Tensor, right: Tensor) -> None:
+    """y += left @ right, in their dtype where it is wider than y's, rounded once."""
+    if left.dtype == y.dtype:
+        y.addmm_(left, right)
     else:
-        y.copy_(torch.addmm(y.to(low.dtype), low, b.to(low.dtype).t(), alpha=scaling))
+        y.copy_(torch.addmm(y.to(left.dtype), left, right))
 
 
 def stacked_linear_fwd(
-    x: Tensor, frozen: _Frozen, tensors: Sequence[Tensor | None]
+    x: Tensor,
+    frozen: Group,
+    tensors: Sequence[Tensor | None],
+    adapters: Adapters,
+    stacked: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """x [T, K] -> y [T, sum N] and the rank-R products that the backward needs."""
+    """x [T, K] -> y [T, sum N], plus `residual` [T, N] if given, and the rank-R products that the backward needs.
+
+    Args:
+        stacked: the group's decoded weights, if the caller has them.
+
+    Returns:
+        y, and [x A^T of all that share a pass, then one of each projection with a dropout].
+    """
     biases = [tensors[3 * i] for i in range(len(frozen.weights))]
-    stacked = _decode_stacked(frozen.weights, x.dtype)
-    if stacked is not None and (len(biases) == 1 or all(b is None for b in biases) or None not in biases):
+    stacked = decode_stacked(frozen, x.dtype) if stacked is None else stacked
+    if stacked is not None and residual is not None and biases[0] is None:
+        y = torch.addmm(residual, x, stacked.t())
+        residual = None
+    elif stacked is not None and (len(biases) == 1 or all(b is None for b in biases) or None not in biases):
         bias = None if biases[0] is None else torch.cat([b.to(x.dtype) for b in biases])
         y = F.linear(x, stacked, bias)
     else:
@@ -157,27 +196,39 @@ def stacked_linear_fwd(
             else:
                 torch.addmm(bias.to(x.dtype), x, dense.t(), out=part)
     del stacked
-    low = _shared_low_rank(x, frozen, tensors)
-    for i, part in enumerate(y.split(frozen.widths, dim=1)):
-        if low[i] is not None:
-            _add_low_rank(part, low[i], tensors[3 * i + 2], frozen.scalings[i])
-    return y, low
+    low: list[Tensor | None] = [None] * (1 + len(frozen.weights))
+    if adapters.a is not None:
+        low[0] = x.to(adapters.dtype) @ adapters.a.t()
+        _add_product(y, low[0], adapters.b.t())
+    for i, part in enumerate(y.split(frozen.widths, dim=1) if any(frozen.dropouts) else ()):
+        a, b = tensors[3 * i + 1], tensors[3 * i + 2]
+        if frozen.dropouts[i] and a is not None:
+            dropped = _dropout(x, frozen.dropouts[i], frozen.seeds[i]).to(adapters.dtype)
+            low[1 + i] = dropped @ a.to(adapters.dtype).t()
+            _add_product(part, low[1 + i], b.to(adapters.dtype).t() * frozen.scalings[i])
+    return (y if residual is None else y.add_(residual)), low
 
 
 def stacked_linear_dx(
-    dy: Tensor, frozen: _Frozen, tensors: Sequence[Tensor | None], needs_dx: bool
+    dy: Tensor,
+    frozen: Group,
+    tensors: Sequence[Tensor | None],
+    adapters: Adapters,
+    needs_dx: bool,
+    stacked: Tensor | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """dy [T, sum N] -> dx [T, K] or None, and s * dy B of each projection, [T, R], for the adapters' gradients."""
+    """dy [T, sum N] -> dx [T, K] or None, and s dy B in the order of `stacked_linear_fwd`'s products."""
+    high: list[Tensor | None] = [None] * (1 + len(frozen.weights))
+    if adapters.b is not None:
+        high[0] = dy.to(adapters.dtype) @ adapters.b
     parts = dy.split(frozen.widths, dim=1)
-    high: list[Tensor | None] = [None] * len(parts)
     for i, part in enumerate(parts):
         b = tensors[3 * i + 2]
-        if b is not None:
-            dtype = frozen.lora_dtype or b.dtype
-            high[i] = (part.to(dtype) @ b.to(dtype)).mul_(frozen.scalings[i])
+        if frozen.dropouts[i] and b is not None:
+            high[1 + i] = (part.to(adapters.dtype) @ b.to(adapters.dtype)).mul_(frozen.scalings[i])
     if not needs_dx:
         return None, high
-    stacked = _decode_stacked(frozen.weights, dy.dtype)
+    stacked = decode_stacked(frozen, dy.dtype) if stacked is None else stacked
     if stacked is not None:
         dx = dy @ stacked
     else:
@@ -185,15 +236,12 @@ def stacked_linear_dx(
         for part, weight in zip(parts[1:], frozen.weights[1:], strict=True):
             dx.addmm_(part, _decode(weight, dy.dtype))
     del stacked
-    together = [i for i, h in enumerate(high) if h is not None and not frozen.dropouts[i]]
-    if together:
-        a = torch.cat([tensors[3 * i + 1].to(high[i].dtype) for i in together])
-        # dx += (s dy B) A is the side product of _add_low_rank with A^T in the place of B
-        _add_low_rank(dx, torch.cat([high[i] for i in together], dim=1), a.t(), 1.0)
-    for i, h in enumerate(high):
-        if h is not None and frozen.dropouts[i]:
-            side = h @ tensors[3 * i + 1].to(h.dtype)
-            dx.copy_(dx.to(side.dtype) + _dropout(side, frozen.dropouts[i], frozen.seeds[i]))
+    if adapters.a is not None:
+        _add_product(dx, high[0], adapters.a)
+    for i, side in enumerate(high[1:]):
+        if side is not None:
+            product = side @ tensors[3 * i + 1].to(side.dtype)
+            dx.copy_(dx.to(side.dtype) + _dropout(product, frozen.dropouts[i], frozen.seeds[i]))
     return dx, high
 
 
@@ -202,37 +250,46 @@ def stacked_linear_dlora(
     x: Tensor,
     low: Sequence[Tensor | None],
     high: Sequence[Tensor | None],
-    frozen: _Frozen,
+    frozen: Group,
     tensors: Sequence[Tensor | None],
+    adapters: Adapters,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of (bias, A, B) of each projection, in the order of `_tensors`; None where nobody asks."""
+    """Gradients of (bias, A, B) of each projection, in the order of `group_tensors`; None where nobody asks."""
     grads: list[Tensor | None] = [None] * len(tensors)
-    parts = dy.split(frozen.widths, dim=1)
-    together = [i for i, h in enumerate(high) if h is not None and not frozen.dropouts[i] and needed[3 * i + 1]]
-    if together:
-        stacked = high[together[0]] if len(together) == 1 else torch.cat([high[i] for i in together], dim=1)
-        da = stacked.t() @ x.to(stacked.dtype)
-        for i, part in zip(together, da.split([high[i].shape[1] for i in together]), strict=True):
-            grads[3 * i + 1] = part
-    for i, part in enumerate(parts):
+    starts = [sum(frozen.widths[:i]) for i in range(len(frozen.weights))]
+    if adapters.a is not None:
+        if any(needed[3 * i + 1] for i, span in enumerate(adapters.spans) if span is not None):
+            da = high[0].t() @ x.to(adapters.dtype)
+            for i, span in enumerate(adapters.spans):
+                if span is not None and needed[3 * i + 1]:
+                    grads[3 * i + 1] = da[span]
+        if any(needed[3 * i + 2] for i, span in enumerate(adapters.spans) if span is not None):
+            db = dy.to(adapters.dtype).t() @ low[0]
+            for i, span in enumerate(adapters.spans):
+                if span is not None and needed[3 * i + 2]:
+                    block = db[starts[i] : starts[i] + frozen.widths[i], span]
+                    grads[3 * i + 2] = block if frozen.scalings[i] == 1.0 else block * frozen.scalings[i]
+    for i, start in enumerate(starts):
         bias, a, b = tensors[3 * i : 3 * i + 3]
+        part = dy[:, start : start + frozen.widths[i]]
         if needed[3 * i] and bias is not None:
             grads[3 * i] = part.sum(0, dtype=torch.float32)
-        if a is None or b is None:
+        if not frozen.dropouts[i] or a is None or b is None:
             continue
-        if needed[3 * i + 1] and frozen.dropouts[i]:
+        if needed[3 * i + 1]:
             dropped = _dropout(x, frozen.dropouts[i], frozen.seeds[i])
-            grads[3 * i + 1] = high[i].t() @ dropped.to(high[i].dtype)
+            grads[3 * i + 1] = high[1 + i].t() @ dropped.to(adapters.dtype)
         if needed[3 * i + 2]:
-            grads[3 * i + 2] = (part.to(low[i].dtype).t() @ low[i]).mul_(frozen.scalings[i])
+            grads[3 * i + 2] = (part.to(adapters.dtype).t() @ low[1 + i]).mul_(frozen.scalings[i])
     return [None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
 
 
 class LoraLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, frozen, *tensors):  # type: ignore[override]
-        y, low = stacked_linear_fwd(x, frozen, tensors)
+        adapters = pack_adapters(frozen, tensors, x.dtype)
+        y, low = stacked_linear_fwd(x, frozen, tensors, adapters)
         ctx.frozen, ctx.n_tensors = frozen, len(tensors)
         ctx.save_for_backward(x, *tensors, *low)
         return y
@@ -241,42 +298,85 @@ class LoraLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):  # type: ignore[override]
         x, *rest = ctx.saved_tensors
-        tensors, low = rest[: ctx.n_tensors], rest[ctx.n_tensors :]
+        frozen, tensors, low = ctx.frozen, rest[: ctx.n_tensors], rest[ctx.n_tensors :]
+        adapters = pack_adapters(frozen, tensors, x.dtype)
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        dx, high = stacked_linear_dx(dy, ctx.frozen, tensors, ctx.needs_input_grad[0])
-        grads = stacked_linear_dlora(dy, x, low, high, ctx.frozen, tensors, ctx.needs_input_grad[2:])
+        dx, high = stacked_linear_dx(dy, frozen, tensors, adapters, ctx.needs_input_grad[0])
+        grads = stacked_linear_dlora(dy, x, low, high, frozen, tensors, adapters, ctx.needs_input_grad[2:])
         return dx, None, *grads
 
 
 class LoraGluMlpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, activation, gate_up, down, *tensors):  # type: ignore[override]
-        packed, low = stacked_linear_fwd(x, gate_up, tensors[:6])
+        packed, low = stacked_linear_fwd(x, gate_up, tensors[:6], pack_adapters(gate_up, tensors[:6], x.dtype))
         gate, up = packed.chunk(2, dim=1)
         act = glu_fwd(gate, up, activation)
-        y, low_down = stacked_linear_fwd(act, down, tensors[6:])
-        ctx.activation, ctx.gate_up, ctx.down = activation, gate_up, down
-        ctx.save_for_backward(x, packed, *low, *low_down, *tensors)
+        y, low_down = stacked_linear_fwd(act, down, tensors[6:], pack_adapters(down, tensors[6:], x.dtype))
+        ctx.activation, ctx.gate_up, ctx.down, ctx.n_low = activation, gate_up, down, len(low)
+        ctx.save_for_backward(x, packed, *tensors, *low, *low_down)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):  # type: ignore[override]
         x, packed, *rest = ctx.saved_tensors
-        low, low_down, tensors = rest[:2], rest[2:3], rest[3:]
-        needed = ctx.needs_input_grad[4:]
-        dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        dact, high_down = stacked_linear_dx(dy, ctx.down, tensors[6:], True)
-        gate, up = packed.chunk(2, dim=1)
-        dpacked = torch.empty_like(packed)
-        dgate, dup = dpacked.chunk(2, dim=1)
-        # dact is ours alone, so the remade product takes its place
-        act = glu_bwd(dact, gate, up, ctx.activation, dgate=dgate, dup=dup, h=dact)[2]
-        grads_down = stacked_linear_dlora(dy, act, low_down, high_down, ctx.down, tensors[6:], needed[6:])
-        del act, dact, dy, gate, up, packed
-        dx, high = stacked_linear_dx(dpacked, ctx.gate_up, tensors[:6], ctx.needs_input_grad[0])
-        grads = stacked_linear_dlora(dpacked, x, low, high, ctx.gate_up, tensors[:6], needed[:6])
-        return dx, None, None, None, *grads, *grads_down
+        tensors, low, low_down = rest[:9], rest[9 : 9 + ctx.n_low], rest[9 + ctx.n_low :]
+        dx, grads = glu_mlp_bwd(
+            dy, x, packed, low, low_down, ctx.activation, ctx.gate_up, ctx.down, tensors,
+            ctx.needs_input_grad[0], ctx.needs_input_grad[4:],
+        )  # fmt: skip
+        return dx, None, None, None, *grads
+
+
+def glu_mlp_bwd(
+    dy: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    low: Sequence[Tensor | None],
+    low_down: Sequence[Tensor | None] | None,
+    activation: str,
+    gate_up: Group,
+    down: Group,
+    tensors: Sequence[Tensor | None],
+    needs_dx: bool,
+    needed: Sequence[bool],
+    stacked: Tensor | None = None,
+    owns_packed: bool = False,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Backward of the gated MLP.
+
+    Args:
+        dy: [T, D].
+        x: [T, D], its input; packed: [T, 2F], gate and up side by side.
+        low, low_down: the rank-R products of the forward; None for `low_down` makes them again from the remade product.
+        stacked: decoded gate and up, if the caller has them.
+        owns_packed: `packed` may be overwritten by its gradient.
+
+    Returns:
+        dx [T, D] or None, and the gradients of the nine tensors.
+    """
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    adapters = pack_adapters(down, tensors[6:], x.dtype)
+    dact, high_down = stacked_linear_dx(dy, down, tensors[6:], adapters, True)
+    gate, up = packed.chunk(2, dim=1)
+    dpacked = packed if owns_packed else torch.empty_like(packed)
+    dgate, dup = dpacked.chunk(2, dim=1)
+    # dact is ours alone, so the remade product takes its place
+    act = glu_bwd(dact, gate, up, activation, dgate=dgate, dup=dup, h=dact)[2]
+    if low_down is None:
+        low_down = [None, None]
+        if adapters.a is not None:
+            low_down[0] = act.to(adapters.dtype) @ adapters.a.t()
+        elif down.dropouts[0] and tensors[7] is not None:
+            dropped = _dropout(act, down.dropouts[0], down.seeds[0]).to(adapters.dtype)
+            low_down[1] = dropped @ tensors[7].to(adapters.dtype).t()
+    grads_down = stacked_linear_dlora(dy, act, low_down, high_down, down, tensors[6:], adapters, needed[6:])
+    del act, dact, gate, up
+    adapters = pack_adapters(gate_up, tensors[:6], x.dtype)
+    dx, high = stacked_linear_dx(dpacked, gate_up, tensors[:6], adapters, needs_dx, stacked)
+    grads = stacked_linear_dlora(dpacked, x, low, high, gate_up, tensors[:6], adapters, needed[:6])
+    return dx, [*grads, *grads_down]
 
 
 def _check(x: Tensor, projections: Sequence[Projection]) -> None:
@@ -318,8 +418,8 @@ def lora_linear(x: Tensor, projections: Sequence[Projection], lora_dtype: torch.
     Reference: Hu et al. 2021, arXiv:2106.09685; Dettmers et al. 2023, arXiv:2305.14314.
     """
     _check(x, projections)
-    frozen = _freeze(projections, lora_dtype)
-    y = LoraLinearFunction.apply(x.reshape(-1, x.shape[-1]), frozen, *_tensors(projections))
+    frozen = group(projections, lora_dtype)
+    y = LoraLinearFunction.apply(x.reshape(-1, x.shape[-1]), frozen, *group_tensors(projections))
     return y.view(*x.shape[:-1], y.shape[1])
 
 
@@ -351,8 +451,8 @@ def lora_glu_mlp(
     if gate.shape != up.shape or down.shape[1] != up.shape[0]:
         raise ValueError(f"gate {gate.shape}, up {up.shape} and down {down.shape} do not make a gated MLP")
     y = LoraGluMlpFunction.apply(
-        x.reshape(-1, x.shape[-1]), activation, _freeze((gate, up), lora_dtype), _freeze((down,), lora_dtype),
-        *_tensors((gate, up, down)),
+        x.reshape(-1, x.shape[-1]), activation, group((gate, up), lora_dtype), group((down,), lora_dtype),
+        *group_tensors((gate, up, down)),
     )  # fmt: skip
     return y.view(*x.shape[:-1], y.shape[1])
 
@@ -433,6 +533,7 @@ CASE = Case(
     shapes=_SHAPES,
     gradients=("x", "b0", "a0", "c0", "b1", "a1", "c1", "b2", "a2", "c2"),
     strided=_case_strided,
+    draws=8,
 )
 
 MLP_CASE = Case(
@@ -444,4 +545,5 @@ MLP_CASE = Case(
     shapes={"typical": (2, 12, 32, 48, 4), "odd": (7, 33, 21, 3), "one-row": (1, 32, 16, 4), "empty": (0, 32, 16, 4)},
     gradients=("x", "b0", "a0", "c0", "b1", "a1", "c1", "b2", "a2", "c2"),
     strided=_case_strided,
+    draws=8,
 )

@@ -90,8 +90,23 @@ def check_case(
     Raises:
         AssertionError: naming the tensor, both errors and the bound.
     """
-    device = torch.device(device)
-    inputs = case.make(shape, dtype, device, torch.Generator().manual_seed(0))
+    totals: dict[str, list[float]] = {}
+    for seed in range(case.draws):
+        for what, *figures in _figures(case, shape, dtype, torch.device(device), strided, seed):
+            totals[what] = [a + b for a, b in zip(totals.get(what, [0.0] * 4), figures, strict=True)]
+    for what, figures in totals.items():
+        error, eager, size, rounding = (total / case.draws for total in figures)
+        allowed = eager + (rounding + 1e-6 + slack) * size
+        assert error <= allowed, (
+            f"{case.name} {what} {tuple(shape)} {dtype}: off by {error:.3g}, torch by {eager:.3g}, allowed {allowed:.3g}"
+        )
+
+
+def _figures(
+    case: Case, shape: Shape, dtype: torch.dtype, device: torch.device, strided: bool, seed: int
+) -> Iterator[tuple[str, float, float, float, float]]:
+    """Of every output and gradient: its name, our largest error, torch's, the largest true value, one rounding's share."""
+    inputs = case.make(shape, dtype, device, torch.Generator().manual_seed(seed))
     gradients = tuple(case.gradients)
     exact = {name: _convert(value, torch.float64) for name, value in inputs.items()}
     # weights of the outputs' sum are drawn once, rounded to dtype, so that all three runs see the same dy
@@ -113,9 +128,4 @@ def check_case(
         assert ours.shape == truth.shape, f"{case.name} {what}: shape {tuple(ours.shape)}, not {tuple(truth.shape)}"
         assert torch.isfinite(ours).all() or not torch.isfinite(truth).all(), f"{case.name} {what}: not finite"
         size = float(truth.abs().max()) if truth.numel() else 0.0
-        allowed = _error(eager, truth) + (_ROUNDING.get(ours.dtype, 0.0) + 1e-6 + slack) * size
-        error = _error(ours, truth)
-        assert error <= allowed, (
-            f"{case.name} {what} {tuple(shape)} {dtype}: off by {error:.3g}, torch by {_error(eager, truth):.3g}, "
-            f"allowed {allowed:.3g}"
-        )
+        yield what, _error(ours, truth), _error(eager, truth), size, _ROUNDING.get(ours.dtype, 0.0)
