@@ -89,7 +89,7 @@ def _assemble(job: Job) -> tuple[int, int, int]:
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, (name, kind) in enumerate(build.signature.items())
-        if kind.startswith("*") or name in build.multiples_of_16
+        if kind.startswith("*") or (kind != "constexpr" and name in build.multiples_of_16)
     }
     source = ASTSource(build.kernel, signature=build.signature, constexprs=build.constants, attrs=aligned)
     options = {"num_warps": build.num_warps, "enable_fp_fusion": build.enable_fp_fusion}
