@@ -4,8 +4,10 @@ import json
 import random
 
 TRAINED = {
-    "kinds": "red blue small large wooden plastic cheap round heavy striped cotton steel yellow brown tall thin soft old modern",
-    "things": "chair lamp mug pillow table hammer blanket pencil bottle helmet basket mirror candle jacket printer ladder towel rug",
+    "kinds": "red blue small large wooden plastic cheap round heavy striped cotton steel yellow brown tall thin soft old modern "
+    "dark flat long paper metal fresh short big simple new clean light strong",
+    "things": "chair lamp mug pillow table hammer blanket pencil bottle helmet basket mirror candle jacket printer ladder towel rug "
+    "shirt bench camera bell boat statue flag coat hat ring plate",
     "first": "Anna Bob David Frank James Maria Tom Mark John Paul Robert Henry Charles Thomas Michael Daniel Mary Sarah Jane Martin "
     "Simon Richard Andrew Jack Sam Max Adam Arthur Victor Louis Kim Lee Ann Jim Bill Dan Chris Nick Tim Jean Carl Neil Scott",
     "last": "Adams Baker Costa Diaz Evans Fischer Garcia Hill Ivanov Jones King Lopez Meyer Novak Olsen Patel Rossi Smith Tanaka "
@@ -21,8 +23,8 @@ TRAINED = {
     "{name} at {address} is asking for {count} {item}s.|We need {count} {item}s at {address}, the invoice goes to {name}.",
 }
 HELD_OUT = {
-    "kinds": "green golden leather tiny square black glass warm",
-    "things": "bowl carpet guitar kettle spoon tent umbrella backpack",
+    "kinds": "green tiny square black glass warm white bright",
+    "things": "bowl carpet guitar spoon tent umbrella drum clock",
     "first": "Alice Peter George William Joseph Elizabeth Emily Edward Ben Alex Matt Marie",
     "last": "Brown Clark Moreau Nguyen Silva Taylor Weber Wilson",
     "streets": "Lake Island Winter Silver Stone Farm Fisher Museum College Madison",

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    steps, batch_size, n_held_out = (2, 2, 4) if options.smoke else (36, 16, 120)
+    steps, batch_size, n_held_out = (2, 2, 4) if options.smoke else (40, 16, 120)
     train, held_out = orders(TRAINED, steps * batch_size, options.seed), orders(HELD_OUT, n_held_out, options.seed)
 
     model, tokenizer = FastLanguageModel.from_pretrained(
@@ -60,7 +60,7 @@ def main() -> None:
         train_dataset=Dataset.from_list(train),
         args=SFTConfig(
             output_dir=str(options.output), max_steps=steps, per_device_train_batch_size=batch_size, max_length=128,
-            learning_rate=1.5e-3, lr_scheduler_type="cosine", warmup_steps=steps // 10, logging_steps=1, seed=options.seed,
+            learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=steps // 10, logging_steps=1, seed=options.seed,
             gradient_checkpointing=False, save_strategy="no", report_to="none", use_cpu=not torch.cuda.is_available(),
         ),
     )  # fmt: skip
