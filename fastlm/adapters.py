@@ -75,10 +75,14 @@ class LinearView:
     lora_dtype: torch.dtype | None
 
 
+# transformers leaves this hook on a module once outputs were captured; it does nothing until they are asked for again
+_IDLE_HOOK = "install_output_capuring_hook.<locals>.output_capturing_hook"
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling this module does more than its forward: such a module must be called, not read."""
     return bool(
-        module._forward_hooks
+        (module._forward_hooks and any(h.__qualname__ != _IDLE_HOOK for h in module._forward_hooks.values()))
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

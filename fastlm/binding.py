@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from fastlm import adapters, loading, quant
 from fastlm.families import FAMILIES, Family
-from fastlm.forwards import attention, backbone, causal_lm, linear, mlp, norm
+from fastlm.forwards import attention, backbone, causal_lm, layer, linear, mlp, norm
 from fastlm.patching import bind, patch_of, patched_modules, unbind
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ class ModelState:
         checkpointing: True, False or None, as `config.parse_checkpointing`.
         hook: handle of the forward pre-hook on the model, or None.
         max_seq_length: longest row that the model was loaded for, or None.
-        length_was_checked: whether cut rows were looked for.
+        head_wrapper: the forward that a trainer put around the head's, when it was last looked at.
+        head_reason: why the trainer's own fused head runs instead of ours, or None.
         is_full: the model was loaded for full fine-tuning.
         keep_attention: the user chose the attention implementation.
     """
@@ -47,7 +48,8 @@ class ModelState:
     checkpointing: bool | None = None
     hook: Any = None
     max_seq_length: int | None = None
-    length_was_checked: bool = False
+    head_wrapper: Any = None
+    head_reason: str | None = None
     is_full: bool = False
     keep_attention: bool = False
 
@@ -103,6 +105,41 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
             state.reasons[name] = reason
 
 
+def _bind_layers(base: PreTrainedModel, family: Family, state: ModelState) -> None:
+    """Whole decoder layers as one function, where attention, MLP and norms of the layer all have their fast parts."""
+    for name, module in base.named_modules():
+        if type(module).__name__ != family.layer or not type(module).__module__.startswith("transformers.models."):
+            continue
+        parts = [child for child in (module.self_attn, module.mlp, module.input_layernorm) if patch_of(child) is None]
+        if parts:
+            continue
+        window = attention.window_of(module.self_attn, family)
+        spec = layer.make_spec(module, family, window, patch_of(module.mlp).facts.activation)
+        reason = bind(module, "block", layer.forward, layer.LayerFacts(family, spec), state.strict)
+        if reason is not None:
+            state.reasons[name] = reason
+    _take_checkpointing(base)
+
+
+def _take_checkpointing(base: nn.Module) -> None:
+    """Layers that run as a block recompute by their own plan: transformers must not replay them as a whole."""
+    for _, module, patch in patched_modules(base):
+        if patch.part == "block" and patch.active and module.gradient_checkpointing:
+            patch.recomputes, module.gradient_checkpointing = True, False
+
+
+def _set_gradient_checkpointing(self: Any, enable: bool = True, **kwargs: Any) -> None:
+    """Bound on a patched model in the place of transformers' method: same effect, but blocks keep the permission to themselves."""
+    state = self.__dict__[_KEY]
+    if enable and state.checkpointing is False:
+        logger.info("gradient checkpointing stays off: use_gradient_checkpointing=False was given")
+        return
+    for _, _, patch in patched_modules(self):
+        patch.recomputes = False
+    type(self)._set_gradient_checkpointing(self, enable=enable, **kwargs)
+    _take_checkpointing(self)
+
+
 def _bind_lora_layers(base: PreTrainedModel, state: ModelState) -> None:
     """Each plain LoRA layer as one function, for models whose attention and MLP have no fast forward."""
     for name, module in base.named_modules():
@@ -132,6 +169,7 @@ def patch(model: nn.Module, strict: bool = False, keep_attention: bool = False) 
     if state is None:
         state = ModelState(family=family if isinstance(family, Family) else None)
         base.__dict__[_KEY] = state
+        base.__dict__["_set_gradient_checkpointing"] = types.MethodType(_set_gradient_checkpointing, base)
     state.strict, state.keep_attention, state.reasons = strict, keep_attention, {}
     if isinstance(family, str):
         state.reasons[""] = family
@@ -143,6 +181,7 @@ def patch(model: nn.Module, strict: bool = False, keep_attention: bool = False) 
             state.stock_attention = base.config._attn_implementation
             base.set_attn_implementation(backbone.ATTENTION)
         _bind_family(base, family, state, reason)
+        _bind_layers(base, family, state)
     _bind_lora_layers(base, state)
     if strict:
         stock = next(iter(state.reasons.items()), None)
@@ -159,7 +198,9 @@ def revert(model: nn.Module) -> None:
     """
     base = adapters.base_model(model)
     state = state_of(model)
-    for _, module, _ in list(patched_modules(base)):
+    for _, module, patch in list(patched_modules(base)):
+        if patch.part == "block" and patch.recomputes:
+            module.gradient_checkpointing = True
         unbind(module)
     if state is None:
         return
@@ -170,7 +211,7 @@ def revert(model: nn.Module) -> None:
         for name, value in _changed(ours, state.stock_config).items():
             setattr(state.stock_config, name, value)
         loading.replace_config(model, ours, state.stock_config)
-    set_checkpointing(base, None)
+    base.__dict__.pop("_set_gradient_checkpointing", None)
     del base.__dict__[_KEY]
 
 
@@ -187,17 +228,13 @@ def _changed(ours: Any, stock: Any) -> dict[str, Any]:
 
 def set_checkpointing(base: nn.Module, mode: bool | None) -> None:
     """Let the model recompute its layers always (True), never (False), or as the trainer says (None)."""
-    base.__dict__.pop("_set_gradient_checkpointing", None)
+    state = state_of(base)
+    if state is not None:
+        state.checkpointing = mode
     if mode is True:
         base.gradient_checkpointing_enable()
     elif mode is False:
         base.gradient_checkpointing_disable()
-
-        def keep_all(self: Any, enable: bool = True, **kwargs: Any) -> None:
-            if enable:
-                logger.info("gradient checkpointing stays off: use_gradient_checkpointing=False was given")
-
-        base.__dict__["_set_gradient_checkpointing"] = types.MethodType(keep_all, base)
 
 
 def device_path(module: nn.Module) -> str:

@@ -183,7 +183,7 @@ class FastLanguageModel:
         trainers.serve_head(model)
         _bind_methods(model)
         state = binding.state_of(model)
-        state.max_seq_length, state.checkpointing, state.is_full = length, checkpointing, config.mode == "full"
+        state.max_seq_length, state.is_full = length, config.mode == "full"
         adapters.base_model(model).max_seq_length = length
         binding.set_checkpointing(adapters.base_model(model), checkpointing)
         _seed(random_state)
@@ -259,20 +259,14 @@ class FastLanguageModel:
         _bind_methods(wrapped)
         base = adapters.base_model(wrapped)
         if checkpointing is not None or (state is not None and state.checkpointing is not None):
-            mode = checkpointing if checkpointing is not None else state.checkpointing
-            binding.state_of(wrapped).checkpointing = mode
-            binding.set_checkpointing(base, mode)
+            binding.set_checkpointing(base, checkpointing if checkpointing is not None else state.checkpointing)
         return wrapped.train()
 
     @staticmethod
     def for_training(model: nn.Module, use_gradient_checkpointing: bool | str | None = None) -> nn.Module:
         """Put the model in training mode. `use_gradient_checkpointing`: as in `from_pretrained`; None leaves it as it is."""
         if use_gradient_checkpointing is not None:
-            mode = parse_checkpointing(use_gradient_checkpointing)
-            binding.set_checkpointing(adapters.base_model(model), mode)
-            state = binding.state_of(model)
-            if state is not None:
-                state.checkpointing = mode
+            binding.set_checkpointing(adapters.base_model(model), parse_checkpointing(use_gradient_checkpointing))
         return model.train()
 
     @staticmethod

@@ -38,7 +38,8 @@ class Patch:
         active: False after a revert.
         calls: calls of the bound forward.
         fallbacks: reason -> calls that ran the stock forward.
-        backend: the library that an attention module last ran.
+        backend: the library that an attention last ran.
+        recomputes: a decoder layer may make its activations again in the backward instead of keeping them.
     """
 
     part: str
@@ -51,6 +52,7 @@ class Patch:
     calls: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     backend: str = ""
+    recomputes: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         # functions and facts are shared, counts are not

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ def keep_cpu_layout(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+# Views of weights that do not change, so that each is checked once: by bitsandbytes' own object, for as long as that lives.
+_NF4_WEIGHTS: weakref.WeakKeyDictionary[Any, NF4Weight] = weakref.WeakKeyDictionary()
+
+
 def nf4_weight(module: nn.Module) -> NF4Weight | str:
     """The 4-bit weight of a Linear4bit without a copy, or why it cannot be read as one."""
     state = module.weight.quant_state
@@ -85,7 +90,10 @@ def nf4_weight(module: nn.Module) -> NF4Weight | str:
     if "packing_format_for_cpu" in vars(state) and state.packing_format_for_cpu:
         return "bitsandbytes repacked its weight for CPU inference"
     nested = state.state2 if state.nested else None
-    return NF4Weight(
+    cached = _NF4_WEIGHTS.get(state)
+    if cached is not None and cached.packed.data_ptr() == module.weight.data_ptr():
+        return cached
+    weight = NF4Weight(
         packed=module.weight.data.view(torch.uint8) if module.weight.dtype != torch.uint8 else module.weight.data,
         absmax=state.absmax,
         shape=(state.shape[0], state.shape[1]),
@@ -96,6 +104,8 @@ def nf4_weight(module: nn.Module) -> NF4Weight | str:
         nested_blocksize=nested.blocksize if nested is not None else 256,
         dtype=state.dtype,
     )
+    _NF4_WEIGHTS[state] = weight
+    return weight
 
 
 def compute_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
@@ -123,7 +133,9 @@ def decode_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:
         return functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(dtype)
     if is_8bit(module):
         functional = bitsandbytes().functional
-        return functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB).to(dtype)
+        # the first forward moves the scales from the weight to the layer's state
+        scales = module.weight.SCB if module.state.SCB is None else module.state.SCB
+        return functional.int8_vectorwise_dequant(module.weight.data, scales).to(dtype)
     if isinstance(module, nn.Linear):
         return module.weight.detach().to(dtype)
     raise TypeError(f"no weight can be read from a {type(module).__name__}: a linear layer is needed")

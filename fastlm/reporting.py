@@ -9,6 +9,7 @@ from torch import nn
 
 from fastlm import adapters, binding
 from fastlm.forwards.backbone import ATTENTION
+from fastlm.forwards.layer import trains_own_weights
 from fastlm.patching import Patch, patch_of
 
 
@@ -88,11 +89,17 @@ def _row(name: str, modules: list[tuple[str, nn.Module]], stock_reasons: list[st
     reasons = list(dict.fromkeys(stock_reasons))
     for _, patch in patches:
         reasons += [f"{count} calls: {reason}" for reason, count in patch.fallbacks.items()]
+    block = next((patch for _, patch in patches if patch.part == "block"), None)
+    path = "parts" if patches else "stock"
+    if block is not None and not trains_own_weights(modules[0][1]):
+        path = "block"
+        if block.fallbacks and block.calls == sum(block.fallbacks.values()):
+            path = "parts"
     return Row(
         layer=name,
-        path="parts" if patches else "stock",
+        path=path,
         device=binding.device_path(modules[0][1]) if patches else "torch",
-        attention=next((patch.backend for _, patch in patches if patch.part == "attention"), ""),
+        attention=next((patch.backend for _, patch in patches if patch.backend), ""),
         parts=tuple(dict.fromkeys(patch.part for _, patch in patches)),
         reason="; ".join(reasons),
         calls=sum(patch.calls for _, patch in patches),

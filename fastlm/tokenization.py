@@ -46,8 +46,11 @@ def _name(tokenizer: Any, index: int | None) -> str:
     return "not set" if index is None else repr(tokenizer.convert_ids_to_tokens(index))
 
 
-def _encode_once(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
-    """The tokenizer's own encoding of a text without the begin token that it would put there a second time."""
+def _encode_plus(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
+    """The tokenizer's own encoding of a text without the begin token that it would put there a second time.
+
+    Bears the name of the method it stands in for, so that a pickled tokenizer comes back with its class's.
+    """
     bos = self.bos_token
     adds_special = kwargs.get("add_special_tokens", True)
 
@@ -68,4 +71,4 @@ def one_begin_token(tokenizer: Any) -> None:
     if tokenizer.bos_token_id is None or not tokenizer.is_fast:
         return
     if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
-        tokenizer._encode_plus = types.MethodType(_encode_once, tokenizer)
+        tokenizer._encode_plus = types.MethodType(_encode_plus, tokenizer)

@@ -37,13 +37,15 @@ def token_output(loss: Tensor, statistics: TokenStats, label_mask: Tensor) -> An
 
 
 def _head_reason(base: nn.Module) -> str | None:
-    """Why TRL's fused head runs instead of ours, or None. Read from the wrapper that TRL put on this model."""
-    wrapper = base.__dict__.get("forward")
-    function = getattr(wrapper, "__func__", None)
-    if function is None or not function.__module__.startswith("trl."):
+    """Why TRL's fused head runs instead of ours, or None. Read from the wrapper that TRL put on this model.
+
+    TRL's wrapper bears the name of the forward that it wraps; what it closes over shows what it is and how it was made.
+    """
+    function = getattr(base.__dict__.get("forward"), "__func__", None)
+    made_with = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    if "original_forward" not in made_with or "temperature" not in made_with:
         return "the fused head was asked for, but TRL's wrapper is not on this model"
-    made_with = inspect.getclosurevars(function).nonlocals
-    if made_with.get("temperature", 1.0) != 1.0:
+    if made_with["temperature"] != 1.0:
         return f"TRL's head was made with temperature {made_with['temperature']}"
     if made_with.get("cast_lm_head_to_fp32", False):
         return "TRL's head was made to run in float32"
@@ -63,8 +65,13 @@ def _redirect_head(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     patch = patch_of(base)
     if patch is None or not patch.active:
         return None
-    _log_cut_rows(base, kwargs)
-    reason = _head_reason(base)
+    state = binding.state_of(base)
+    if state.head_wrapper is not base.__dict__.get("forward"):
+        # a new wrapper: look once at how it was made
+        state.head_wrapper = base.__dict__.get("forward")
+        state.head_reason = _head_reason(base)
+        _log_cut_rows(base, state, kwargs)
+    reason = state.head_reason
     if reason is not None:
         patch.fell_back(reason)
         return None
@@ -74,12 +81,8 @@ def _redirect_head(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return args, kwargs
 
 
-def _log_cut_rows(base: nn.Module, kwargs: dict[str, Any]) -> None:
-    """On the first training call, tell of rows that end exactly where TRL's default length cuts them."""
-    state = binding.state_of(base)
-    if state is None or state.length_was_checked or not base.training:
-        return
-    state.length_was_checked = True
+def _log_cut_rows(base: nn.Module, state: binding.ModelState, kwargs: dict[str, Any]) -> None:
+    """On a trainer's first call, tell of rows that end exactly where TRL's default length cuts them."""
     rows, longest = kwargs.get("input_ids"), state.max_seq_length
     default = next(f.default for f in dataclasses.fields(sys.modules["trl"].SFTConfig) if f.name == "max_length")
     is_packed = kwargs.get("cu_seq_lens_q") is not None

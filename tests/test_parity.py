@@ -8,6 +8,7 @@ import tiny
 import torch
 
 import fastlm
+from fastlm.patching import patch_of
 
 EXACT = 1e-5
 FAMILY_MODELS = list(tiny.MODELS)
@@ -54,7 +55,8 @@ def test_loss_and_gradients(name, batch):
         "packed": tiny.packed_batch,
     }
     assert_same_step(stock, ours, batches[batch](), use_cache=False)
-    assert all(row.path == "parts" and not row.fallback_calls for row in fastlm.report(ours))
+    layers = [row for row in fastlm.report(ours) if ".layers." in row.layer]
+    assert all(row.path == "block" and row.calls == 1 and not row.fallback_calls for row in layers) and len(layers) == 2
 
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
@@ -63,14 +65,56 @@ def test_full_fine_tuning_trains_every_parameter(name):
     assert_same_step(stock, ours, dict(input_ids=tiny.ids(2, 21), labels=tiny.ids(2, 21)))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_checkpointing_changes_no_value(name, checkpointing):
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+def test_recomputing_changes_no_bit(name):
+    """What a plan keeps changes no value: gradients are equal to the bit, and the model tells the truth about its state."""
     stock, ours = pair(name)
-    if checkpointing:
-        ours.gradient_checkpointing_enable()
-        ours.enable_input_require_grads()
+    batch = tiny.padded_batch()
+    kept = tiny.loss_and_gradients(ours, batch)
+    assert not ours.base_model.model.is_gradient_checkpointing
+    for made in (stock, ours):
+        made.gradient_checkpointing_enable()
+        made.enable_input_require_grads()
+    assert ours.base_model.model.is_gradient_checkpointing
+    assert not any(layer.gradient_checkpointing for layer in ours.base_model.model.model.layers)
+    again = tiny.loss_and_gradients(ours, batch)
+    assert torch.equal(kept[0], again[0]) and all(torch.equal(kept[1][n], again[1][n]) for n in kept[1])
+    assert_same_step(stock, ours, batch)
+    fastlm.revert(ours)
+    assert all(layer.gradient_checkpointing for layer in ours.base_model.model.model.layers)
+
+
+def test_parts_recompute_where_the_block_does_not_fit():
+    """A layer whose own weights are trained runs its parts, and recomputes when it was told to."""
+    stock, ours = pair("llama", lora=False)
+    for made in (stock, ours):
+        made.gradient_checkpointing_enable()
     assert_same_step(stock, ours, tiny.padded_batch())
+    assert patch_of(ours.model.layers[0].mlp).calls == 2 and all(row.path == "parts" for row in fastlm.report(ours))
+
+
+def test_gradients_may_be_taken_twice():
+    _, ours = pair("llama")
+    for recompute in (False, True):
+        if recompute:
+            ours.gradient_checkpointing_enable()
+            ours.enable_input_require_grads()
+        ours.train().zero_grad()
+        loss = ours(**tiny.padded_batch()).loss
+        loss.backward(retain_graph=True)
+        once = {n: p.grad.clone() for n, p in ours.named_parameters() if p.grad is not None}
+        loss.backward()
+        assert all(torch.allclose(p.grad, 2 * once[n]) for n, p in ours.named_parameters() if p.grad is not None)
+
+
+def test_hooks_inside_a_layer_are_called():
+    _, ours = pair("llama")
+    fastlm.patch_model(ours, strict=False)
+    seen = []
+    ours.base_model.model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    tiny.loss_and_gradients(ours, tiny.padded_batch())
+    rows = [row for row in fastlm.report(ours) if ".layers." in row.layer]
+    assert seen == [1] and "hooks" in rows[1].reason and rows[0].path == "block"
 
 
 def test_cu_seqlens_from_a_collator():
@@ -131,7 +175,8 @@ def test_adapter_may_come_after_patching():
     stock = tiny.with_lora(tiny.model("llama"))
     ours = tiny.with_lora(patched(tiny.model("llama", attention="sdpa")))
     assert_same_step(stock, ours, tiny.padded_batch())
-    assert all(row.path == "parts" and not row.fallback_calls for row in fastlm.report(ours))
+    layers = [row for row in fastlm.report(ours) if ".layers." in row.layer]
+    assert all(row.path == "block" and row.calls and not row.fallback_calls for row in layers)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +319,7 @@ def test_deepcopy_is_patched_on_its_own_and_pickle_is_stock():
         assert not torch.equal(twin(input_ids=x).logits, ours(input_ids=x).logits)
     fastlm.revert(ours)
     assert all(row.path == "stock" for row in fastlm.report(ours))
-    assert all(row.path == "parts" for row in fastlm.report(twin))
+    assert all(row.path != "stock" for row in fastlm.report(twin))
     mlp = twin.model.layers[1].mlp
     loaded = pickle.loads(pickle.dumps(mlp))
     h = torch.randn(3, 64)

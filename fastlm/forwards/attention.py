@@ -15,7 +15,8 @@ from fastlm_kernels.attention import attention, attention_backend
 from fastlm_kernels.rope import rope
 
 
-def _window(module: nn.Module, family: Family) -> int | None:
+def window_of(module: nn.Module, family: Family) -> int | None:
+    """The sliding window of an attention module, read where its family keeps it; None without one."""
     if family.window == "config":
         return module.config.sliding_window
     return module.sliding_window if family.window == "module" else None
@@ -55,7 +56,7 @@ def forward(
     # a mask holds causality, window and padding already; without one, whole rows have a layout or are plain
     is_whole_row = attention_mask is None and k.shape[1] == length
     layout = sequence_layout(kwargs) if is_whole_row else None
-    window = _window(self, family) if attention_mask is None else None
+    window = window_of(self, family) if attention_mask is None else None
     patch.backend = attention_backend(q, k, v, layout, window, attention_mask)
     out = attention(q, k, v, self.scaling, layout=layout, window=window, mask=attention_mask)
     return project((self.o_proj,), out.reshape(batch, length, -1), patch)[0], None

@@ -10,7 +10,7 @@ from fastlm import adapters
 from fastlm.forwards.projections import is_decode_step, project, shared_views
 from fastlm.patching import patch_of
 from fastlm_kernels.glu import glu
-from fastlm_kernels.lora import lora_glu_mlp
+from fastlm_kernels.lora_mlp import lora_glu_mlp
 
 
 @dataclass(frozen=True)

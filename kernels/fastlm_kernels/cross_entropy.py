@@ -33,80 +33,102 @@ _TORCH_BLOCK = 1 << 22
 
 
 @triton.jit
+def _exp(x):
+    # flushes denormal results to zero; tl.exp spends three more instructions on keeping them
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def _transform(x, scale, cap, HAS_SOFTCAP: tl.constexpr):
     z = x.to(tl.float32) * scale
     if HAS_SOFTCAP:
         # tanh without libdevice
-        z = cap * (2.0 * tl.sigmoid(2.0 * z) - 1.0)
+        z = cap - cap * 2.0 / (_exp(2.0 * z) + 1.0)
     return z
 
 
 @triton.jit
-def _accumulate(
-    z, columns, mask, label, z_label, peak, total, weighted, plain, beaten,
-    HAS_ENTROPY: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_TOP1: tl.constexpr,
-):  # fmt: skip
-    # every lane keeps its own running maximum and sums, so a tile needs no exchange between threads
-    z_masked = tl.where(mask, z, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(z_masked, axis=0))
-    shift = peak - new_peak
-    rescale = tl.exp(shift)
-    centred = z_masked - new_peak[None, :]
-    e = tl.exp(centred)
-    if HAS_ENTROPY:
-        # sum of e * (z - peak); an impossible token (z = -inf) adds nothing
-        weighted = rescale * (weighted + shift * total) + tl.sum(tl.where(e > 0.0, e * centred, 0.0), axis=0)
-    total = total * rescale + tl.sum(e, axis=0)
-    if HAS_SMOOTHING:
-        plain += tl.sum(tl.where(mask, z, 0.0), axis=0)
-    if HAS_TOP1:
-        # of equal logits the first one wins, as in torch.argmax
-        beats = ((z_masked >= z_label) & (columns < label)) | ((z_masked > z_label) & (columns > label))
-        beaten = tl.maximum(beaten, tl.max(beats.to(tl.int32), axis=0))
-    return new_peak, total, weighted, plain, beaten
+def _tile_offsets(UNROLL: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """[UNROLL, LANES, VECTOR]: a lane is a thread, a vector one 16-byte load of it."""
+    lanes = tl.arange(0, LANES)[None, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    return tl.arange(0, UNROLL)[:, None, None] * (LANES * VECTOR) + lanes
 
 
 @triton.jit
-def _gradient(
-    x, columns, label, is_ignored, lse, probability_factor, on_label, elsewhere, scale, cap, slope,
-    HAS_SOFTCAP: tl.constexpr,
+def _lane_max(values):
+    return tl.max(tl.max(values, axis=2), axis=0)
+
+
+@triton.jit
+def _lane_sum(values):
+    return tl.sum(tl.sum(values, axis=2), axis=0)
+
+
+@triton.jit
+def _accumulate(
+    z, mask, is_before_label, peak, total, weighted, plain, peak_before,
+    HAS_ENTROPY: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_TOP1: tl.constexpr,
 ):  # fmt: skip
+    # every lane keeps its own running maximum and sums [LANES]: a tile needs no exchange between threads
+    z_masked = tl.where(mask, z, float("-inf"))
+    tile_peak = _lane_max(z_masked)
+    new_peak = tl.maximum(peak, tile_peak)
+    shift = peak - new_peak
+    rescale = _exp(shift)
+    centred = z_masked - new_peak[None, :, None]
+    e = _exp(centred)
+    if HAS_ENTROPY:
+        # sum of e * (z - peak); the bound keeps an impossible token (z = -inf, e = 0) from making NaN
+        weighted = rescale * (weighted + shift * total) + _lane_sum(e * tl.maximum(centred, -1.0e4))
+    total = total * rescale + _lane_sum(e)
+    if HAS_SMOOTHING:
+        plain += _lane_sum(tl.where(mask, z, 0.0))
+    if HAS_TOP1:
+        peak_before = tl.where(is_before_label, tl.maximum(peak_before, tile_peak), peak_before)
+    return new_peak, total, weighted, plain, peak_before
+
+
+@triton.jit
+def _gradient(x, is_label, lse, everywhere, on_label, on_probability, scale, cap, HAS_SOFTCAP: tl.constexpr):
     z = _transform(x, scale, cap, HAS_SOFTCAP)
-    dz = tl.exp(z - lse) * probability_factor - elsewhere
-    dz = tl.where(columns == label, dz - on_label, dz) * slope
+    dx = _exp(z - lse) * on_probability - everywhere
+    dx = tl.where(is_label, dx - on_label, dx)
     if HAS_SOFTCAP:
-        dz *= 1.0 - (z / cap) * (z / cap)
-    return tl.where(is_ignored, 0.0, dz)
+        tanh = z * (1.0 / cap)
+        dx *= 1.0 - tanh * tanh
+    return dx
 
 
 @triton.jit
 def _write_gradient(
     x_row_ptr, dx_row_ptr, label, is_ignored, lse, weight, n_cols, scale, cap, slope, label_smoothing, z_loss,
-    HAS_SOFTCAP: tl.constexpr, UNROLL: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UNROLL: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    # a label outside the vocabulary makes the whole row NaN
-    is_valid = (label >= 0) & (label < n_cols)
-    probability_factor = tl.where(is_valid, (1.0 + 2.0 * z_loss * lse) * weight, float("nan"))
-    on_label = (1.0 - label_smoothing) * weight
-    elsewhere = label_smoothing / n_cols * weight
-    offs_v = tl.arange(0, UNROLL)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [UNROLL, BLOCK_V]
-    n_whole = n_cols // (UNROLL * BLOCK_V) * (UNROLL * BLOCK_V)
-    # from the end of the row: its last columns were read last and are still in the cache
-    if n_whole < n_cols:
-        columns = n_whole + offs_v
-        mask = columns < n_cols
-        x = tl.load(x_row_ptr + columns, mask=mask, other=0.0)
-        dx = _gradient(
-            x, columns, label, is_ignored, lse, probability_factor, on_label, elsewhere, scale, cap, slope, HAS_SOFTCAP
-        )
-        tl.store(dx_row_ptr + columns, dx.to(dx_row_ptr.dtype.element_ty), mask=mask)
-    for done in range(0, n_whole, UNROLL * BLOCK_V):
-        columns = n_whole - UNROLL * BLOCK_V - done + offs_v
-        x = tl.load(x_row_ptr + columns)
-        dx = _gradient(
-            x, columns, label, is_ignored, lse, probability_factor, on_label, elsewhere, scale, cap, slope, HAS_SOFTCAP
-        )
-        tl.store(dx_row_ptr + columns, dx.to(dx_row_ptr.dtype.element_ty))
+    TILE: tl.constexpr = UNROLL * LANES * VECTOR
+    offs_v = _tile_offsets(UNROLL, LANES, VECTOR)
+    if is_ignored:
+        zeros = tl.zeros((UNROLL, LANES, VECTOR), dx_row_ptr.dtype.element_ty)
+        for start in range(0, n_cols, TILE):
+            tl.store(dx_row_ptr + start + offs_v, zeros, mask=start + offs_v < n_cols)
+    else:
+        # a label outside the vocabulary makes the whole row NaN
+        is_valid = (label >= 0) & (label < n_cols)
+        on_probability = tl.where(is_valid, (1.0 + 2.0 * z_loss * lse) * weight * slope, float("nan"))
+        on_label = (1.0 - label_smoothing) * weight * slope
+        everywhere = label_smoothing / n_cols * weight * slope
+        # from the end of the row: its last columns were read last and are still in the cache
+        n_whole = n_cols // TILE * TILE
+        if n_whole < n_cols:
+            columns = n_whole + offs_v
+            x = tl.load(x_row_ptr + columns, mask=columns < n_cols, other=0.0)
+            dx = _gradient(x, columns == label, lse, everywhere, on_label, on_probability, scale, cap, HAS_SOFTCAP)
+            tl.store(dx_row_ptr + columns, dx.to(dx_row_ptr.dtype.element_ty), mask=columns < n_cols)
+        for done in range(0, n_whole, TILE):
+            start = n_whole - TILE - done
+            x = tl.load(x_row_ptr + start + offs_v)
+            is_label = offs_v == label - start
+            dx = _gradient(x, is_label, lse, everywhere, on_label, on_probability, scale, cap, HAS_SOFTCAP)
+            tl.store(dx_row_ptr + start + offs_v, dx.to(dx_row_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -114,7 +136,7 @@ def _cross_entropy_fwd_kernel(
     x_ptr, labels_ptr, loss_ptr, log_prob_ptr, lse_ptr, entropy_ptr, is_top1_ptr,
     stride_x_row, n_cols, ignore_index, scale, cap, slope, label_smoothing, z_loss, gradient_weight,
     HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, HAS_ENTROPY: tl.constexpr, HAS_TOP1: tl.constexpr,
-    WRITES_GRADIENT: tl.constexpr, UNROLL: tl.constexpr, BLOCK_V: tl.constexpr,
+    WRITES_GRADIENT: tl.constexpr, UNROLL: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_row_ptr = x_ptr + row * stride_x_row
@@ -124,33 +146,32 @@ def _cross_entropy_fwd_kernel(
     label = tl.where(is_valid, label, -1).to(tl.int32)
     z_label = _transform(tl.load(x_row_ptr + tl.maximum(label, 0)), scale, cap, HAS_SOFTCAP)
 
-    offs_v = tl.arange(0, UNROLL)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [UNROLL, BLOCK_V]
-    n_whole = n_cols // (UNROLL * BLOCK_V) * (UNROLL * BLOCK_V)
+    TILE: tl.constexpr = UNROLL * LANES * VECTOR
+    offs_v = _tile_offsets(UNROLL, LANES, VECTOR)
+    n_read = tl.where(is_ignored, 0, n_cols)
+    n_whole = n_read // TILE * TILE
     # finite, so that a lane that saw no column yet gives 0 and not NaN
-    peak = tl.full((BLOCK_V,), -3.0e38, tl.float32)
-    total = tl.zeros((BLOCK_V,), tl.float32)
-    weighted = tl.zeros((BLOCK_V,), tl.float32)
-    plain = tl.zeros((BLOCK_V,), tl.float32)
-    beaten = tl.zeros((BLOCK_V,), tl.int32)
+    peak = tl.full((LANES,), -1.0e38, tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    weighted = tl.zeros((LANES,), tl.float32)
+    plain = tl.zeros((LANES,), tl.float32)
+    peak_before = tl.full((LANES,), float("-inf"), tl.float32)
     # whole tiles carry no mask: loads stay wide for a vocabulary of any size
-    for start in range(0, n_whole, UNROLL * BLOCK_V):
-        columns = start + offs_v
-        z = _transform(tl.load(x_row_ptr + columns), scale, cap, HAS_SOFTCAP)
-        peak, total, weighted, plain, beaten = _accumulate(
-            z, columns, columns >= 0, label, z_label, peak, total, weighted, plain, beaten,
+    for start in range(0, n_whole, TILE):
+        z = _transform(tl.load(x_row_ptr + start + offs_v), scale, cap, HAS_SOFTCAP)
+        peak, total, weighted, plain, peak_before = _accumulate(
+            z, offs_v >= 0, start + TILE <= label, peak, total, weighted, plain, peak_before,
             HAS_ENTROPY, HAS_SMOOTHING, HAS_TOP1,
         )  # fmt: skip
-    if n_whole < n_cols:
-        columns = n_whole + offs_v
-        mask = columns < n_cols
-        z = _transform(tl.load(x_row_ptr + columns, mask=mask, other=0.0), scale, cap, HAS_SOFTCAP)
-        peak, total, weighted, plain, beaten = _accumulate(
-            z, columns, mask, label, z_label, peak, total, weighted, plain, beaten,
-            HAS_ENTROPY, HAS_SMOOTHING, HAS_TOP1,
-        )  # fmt: skip
+    if n_whole < n_read:
+        mask = n_whole + offs_v < n_read
+        z = _transform(tl.load(x_row_ptr + n_whole + offs_v, mask=mask, other=0.0), scale, cap, HAS_SOFTCAP)
+        peak, total, weighted, plain, peak_before = _accumulate(
+            z, mask, False, peak, total, weighted, plain, peak_before, HAS_ENTROPY, HAS_SMOOTHING, HAS_TOP1
+        )
 
     row_peak = tl.max(peak, axis=0)
-    lane_weight = tl.exp(peak - row_peak)
+    lane_weight = _exp(peak - row_peak)
     row_total = tl.sum(total * lane_weight, axis=0)
     log_total = tl.log(row_total)
     lse = row_peak + log_total
@@ -166,13 +187,19 @@ def _cross_entropy_fwd_kernel(
         row_weighted = tl.sum(lane_weight * (weighted + (peak - row_peak) * total), axis=0)
         tl.store(entropy_ptr + row, tl.where(is_ignored, 0.0, log_total - row_weighted / row_total))
     if HAS_TOP1:
+        # of equal logits the first one wins, as in torch.argmax: look again at the label's tile, up to the label
+        columns = tl.maximum(label, 0) // TILE * TILE + offs_v
+        mask = columns < label
+        z = _transform(tl.load(x_row_ptr + columns, mask=mask, other=0.0), scale, cap, HAS_SOFTCAP)
+        before = tl.maximum(tl.max(peak_before, axis=0), tl.max(_lane_max(tl.where(mask, z, float("-inf"))), axis=0))
         # a row with NaN in it has no best token
-        is_top1 = (tl.max(beaten, axis=0) == 0) & is_valid & (is_ignored == 0) & (lse < float("inf"))
+        is_best = (z_label >= row_peak) & (z_label > before) & (lse < float("inf"))
+        is_top1 = is_best & is_valid & (is_ignored == 0)
         tl.store(is_top1_ptr + row, is_top1.to(tl.int8))
     if WRITES_GRADIENT:
         _write_gradient(
             x_row_ptr, x_row_ptr, label, is_ignored, lse, gradient_weight, n_cols, scale, cap, slope,
-            label_smoothing, z_loss, HAS_SOFTCAP, UNROLL, BLOCK_V,
+            label_smoothing, z_loss, HAS_SOFTCAP, UNROLL, LANES, VECTOR,
         )  # fmt: skip
 
 
@@ -180,7 +207,7 @@ def _cross_entropy_fwd_kernel(
 def _cross_entropy_bwd_kernel(
     dloss_ptr, x_ptr, labels_ptr, lse_ptr, dx_ptr, stride_x_row, stride_dx_row, n_cols, ignore_index,
     scale, cap, slope, label_smoothing, z_loss,
-    HAS_SOFTCAP: tl.constexpr, UNROLL: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, UNROLL: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
@@ -188,21 +215,29 @@ def _cross_entropy_bwd_kernel(
     label = tl.where((label >= 0) & (label < n_cols), label, -1).to(tl.int32)
     _write_gradient(
         x_ptr + row * stride_x_row, dx_ptr + row * stride_dx_row, label, is_ignored, tl.load(lse_ptr + row),
-        tl.load(dloss_ptr + row), n_cols, scale, cap, slope, label_smoothing, z_loss, HAS_SOFTCAP, UNROLL, BLOCK_V,
+        tl.load(dloss_ptr + row), n_cols, scale, cap, slope, label_smoothing, z_loss,
+        HAS_SOFTCAP, UNROLL, LANES, VECTOR,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Launch:
+    """Threads that share a row, what each loads at a time, and how many loads it has in flight."""
+
+    lanes: int
+    vector: int
     unroll: int
-    block: int
-    num_warps: int
+
+    @property
+    def num_warps(self) -> int:
+        return self.lanes // 32
 
 
-def _launch(n_cols: int) -> _Launch:
-    """16 warps share a long row: few rows in flight, so a second read meets the cache and waves stay full."""
-    block = min(4096, max(32, next_power_of_2(n_cols)))
-    return _Launch(unroll=2 if n_cols > block else 1, block=block, num_warps=max(1, min(16, block // 256)))
+def _launch(n_cols: int, itemsize: int) -> _Launch:
+    """Up to 16 warps a row: few rows in flight, so a second read meets the cache and a short last wave costs little."""
+    vector = 16 // itemsize
+    lanes = min(512, max(32, next_power_of_2(n_cols) // vector))
+    return _Launch(lanes, vector, unroll=2 if n_cols > lanes * vector else 1)
 
 
 def _transform_in_torch(x: Tensor, rule: LossRule) -> Tensor:
@@ -279,7 +314,7 @@ def cross_entropy_fwd(
             check_label_range(labels, n_cols, rule.ignore_index)
         _fwd_in_torch(logits, labels, rule, gradient_weight, stats)
     elif n_rows:
-        launch = _launch(n_cols)
+        launch = _launch(n_cols, logits.element_size())
         _cross_entropy_fwd_kernel[(n_rows,)](
             logits, labels, stats.loss, stats.log_prob, stats.lse,
             stats.loss if stats.entropy is None else stats.entropy,
@@ -288,7 +323,7 @@ def cross_entropy_fwd(
             rule.label_smoothing, rule.z_loss, gradient_weight or 0.0,
             HAS_SOFTCAP=rule.softcap is not None, HAS_SMOOTHING=rule.label_smoothing > 0.0,
             HAS_ENTROPY=stats.entropy is not None, HAS_TOP1=stats.is_top1 is not None,
-            WRITES_GRADIENT=gradient_weight is not None, UNROLL=launch.unroll, BLOCK_V=launch.block,
+            WRITES_GRADIENT=gradient_weight is not None, UNROLL=launch.unroll, LANES=launch.lanes, VECTOR=launch.vector,
             num_warps=launch.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
 
@@ -305,11 +340,11 @@ def cross_entropy_bwd(
             dz = _gradient_in_torch(z, label, label == rule.ignore_index, lse[rows], dloss[rows], rule)
             dlogits[rows] = dz.to(logits.dtype)
     elif n_rows:
-        launch = _launch(n_cols)
+        launch = _launch(n_cols, logits.element_size())
         _cross_entropy_bwd_kernel[(n_rows,)](
             dloss, logits, labels, lse, dlogits, logits.stride(0), dlogits.stride(0), n_cols, rule.ignore_index,
             rule.scale, rule.cap, rule.slope, rule.label_smoothing, rule.z_loss,
-            HAS_SOFTCAP=rule.softcap is not None, UNROLL=launch.unroll, BLOCK_V=launch.block,
+            HAS_SOFTCAP=rule.softcap is not None, UNROLL=launch.unroll, LANES=launch.lanes, VECTOR=launch.vector,
             num_warps=launch.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
     return dlogits
@@ -423,16 +458,17 @@ def _builds(cc, dtype):
         n_cols="i32", ignore_index="i32", scale="fp32", cap="fp32", slope="fp32", label_smoothing="fp32", z_loss="fp32"
     )
     for n_cols in (2048, 128256):
-        launch = _launch(n_cols)
-        for has_all in (False, True):
-            flags = dict(HAS_SOFTCAP=has_all, UNROLL=launch.unroll, BLOCK_V=launch.block)
-            more = dict(HAS_SMOOTHING=has_all, HAS_ENTROPY=has_all, HAS_TOP1=has_all, WRITES_GRADIENT=True)
+        launch = _launch(n_cols, dtype.itemsize)
+        # a loss alone, what a trainer's metrics ask for, everything
+        for has_metrics, has_all in ((False, False), (True, False), (True, True)):
+            flags = dict(HAS_SOFTCAP=has_all, UNROLL=launch.unroll, LANES=launch.lanes, VECTOR=launch.vector)
+            more = dict(HAS_SMOOTHING=has_all, HAS_ENTROPY=has_metrics, HAS_TOP1=has_metrics, WRITES_GRADIENT=True)
             yield Build(
                 kernel=_cross_entropy_fwd_kernel,
                 signature=dict(
                     x_ptr=pointer, labels_ptr="*i64", loss_ptr="*fp32", log_prob_ptr="*fp32", lse_ptr="*fp32",
                     entropy_ptr="*fp32", is_top1_ptr="*i8", stride_x_row="i32", **shared, gradient_weight="fp32",
-                    **dict.fromkeys(("HAS_SOFTCAP", *more, "UNROLL", "BLOCK_V"), "constexpr"),
+                    **dict.fromkeys((*flags, *more), "constexpr"),
                 ),
                 constants=flags | more,
                 num_warps=launch.num_warps,

@@ -1,0 +1,148 @@
+"""Gated MLPs with low-rank adapters as one function.
+
+    y = (act(x W_gate^T) * (x W_up^T)) W_down^T, each product with its bias and adapter as in `lora.py`
+
+Shazeer 2020, arXiv:2002.05202; Hu et al. 2021, arXiv:2106.09685. Saved for the backward: x, gate, up and the rank-R products; the
+product act(gate) * up is remade by the activation's backward, in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastlm_kernels._case import Case
+from fastlm_kernels._stacked import Projection, StackedLinear, check_projections, group_tensors, make_group
+from fastlm_kernels.glu import glu_bwd, glu_fwd
+from fastlm_kernels.lora import lora_linear_reference, make_inputs, strided_inputs, unstacked
+
+# T rows (tokens), D hidden size, F MLP width
+
+
+def glu_mlp_bwd(
+    dy: Tensor,
+    x: Tensor,
+    packed: Tensor,
+    gate_up: StackedLinear,
+    down: StackedLinear,
+    activation: str,
+    needs_dx: bool,
+    needed: Sequence[bool],
+    owns_packed: bool = False,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Backward of the gated MLP.
+
+    Args:
+        dy: [T, D]; x: [T, D], the MLP's input; packed: [T, 2F], gate and up side by side.
+        gate_up, down: with the forward's `low`; where down has none, it is made again from the remade product.
+        needed: of bias, A, B of gate, up and down.
+        owns_packed: `packed` may be overwritten by its gradient.
+
+    Returns:
+        dx [T, D] or None, and the gradients of the nine tensors.
+    """
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    dact = down.backward_x(dy)
+    gate, up = packed.chunk(2, dim=1)
+    dpacked = packed if owns_packed else torch.empty_like(packed)
+    dgate, dup = dpacked.chunk(2, dim=1)
+    # dact is ours alone, so the remade product takes its place
+    act = glu_bwd(dact, gate, up, activation, dgate=dgate, dup=dup, h=dact)[2]
+    if all(low is None for low in down.low):
+        down.make_low(act)
+    grads_down = down.backward_adapters(dy, act, needed[6:])
+    del act, dact, gate, up
+    dx = gate_up.backward_x(dpacked, needs_dx)
+    return dx, [*gate_up.backward_adapters(dpacked, x, needed[:6]), *grads_down]
+
+
+class LoraGluMlpFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, activation, gate_up, down, *tensors):  # type: ignore[override]
+        first, second = StackedLinear(gate_up, tensors[:6], x.dtype), StackedLinear(down, tensors[6:], x.dtype)
+        packed = first.forward(x)
+        y = second.forward(glu_fwd(*packed.chunk(2, dim=1), activation))
+        ctx.activation, ctx.gate_up, ctx.down, ctx.n_low = activation, gate_up, down, len(first.low)
+        ctx.save_for_backward(x, packed, *tensors, *first.low, *second.low)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # type: ignore[override]
+        x, packed, *rest = ctx.saved_tensors
+        first = StackedLinear(ctx.gate_up, rest[:6], x.dtype)
+        second = StackedLinear(ctx.down, rest[6:9], x.dtype)
+        first.low, second.low = rest[9 : 9 + ctx.n_low], rest[9 + ctx.n_low :]
+        needs_dx, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        dx, grads = glu_mlp_bwd(dy, x, packed, first, second, ctx.activation, needs_dx, needed)
+        return dx, None, None, None, *grads
+
+
+def lora_glu_mlp(
+    x: Tensor,
+    gate: Projection,
+    up: Projection,
+    down: Projection,
+    activation: str = "silu",
+    lora_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """down(act(gate(x)) * up(x)), each projection with its adapter, as one function.
+
+    Args:
+        x: [..., D].
+        gate, up: [F, D]; down: [D, F].
+        activation: "silu", "gelu_tanh" or "gelu".
+        lora_dtype: as in `lora_linear`.
+
+    Returns:
+        [..., D] in x.dtype.
+
+    Raises:
+        ValueError: as `lora_linear`, and if gate and up differ in width.
+
+    Reference: Shazeer 2020, arXiv:2002.05202.
+    """
+    check_projections(x, (gate, up))
+    if gate.shape != up.shape or down.shape[1] != up.shape[0]:
+        raise ValueError(f"gate {gate.shape}, up {up.shape} and down {down.shape} do not make a gated MLP")
+    y = LoraGluMlpFunction.apply(
+        x.reshape(-1, x.shape[-1]), activation, make_group((gate, up), lora_dtype), make_group((down,), lora_dtype),
+        *group_tensors((gate, up, down)),
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+def _mlp_op(x, **named):
+    weights, biases, lora_as, lora_bs, scalings = unstacked(named)
+    gate, up, down = (Projection(*p) for p in zip(weights, biases, lora_as, lora_bs, scalings, strict=True))
+    return lora_glu_mlp(x, gate, up, down)
+
+
+def _mlp_reference(x, **named):
+    weights, biases, lora_as, lora_bs, scalings = unstacked(named)
+    layer = lambda x, i: lora_linear_reference(x, *([each[i]] for each in (weights, biases, lora_as, lora_bs, scalings)))
+    return layer(F.silu(layer(x, 0)) * layer(x, 1), 2)
+
+
+def _mlp_make(shape, dtype, device, generator):
+    *rows, n_cols, width, rank = shape
+    inputs = make_inputs((width, width))((*rows, n_cols, rank), dtype, device, generator)
+    down = make_inputs((n_cols,))((1, width, rank), dtype, device, generator)
+    return inputs | {f"{letter}2": down[f"{letter}0"] for letter in "wbac"}
+
+
+CASE = Case(
+    name="lora_glu_mlp",
+    op=_mlp_op,
+    reference=_mlp_reference,
+    eager=_mlp_reference,
+    make=_mlp_make,
+    shapes={"typical": (2, 12, 32, 48, 4), "odd": (7, 33, 21, 3), "one-row": (1, 32, 16, 4), "empty": (0, 32, 16, 4)},
+    gradients=("x", "b0", "a0", "c0", "b1", "a1", "c1", "b2", "a2", "c2"),
+    strided=strided_inputs,
+    draws=4,
+)
