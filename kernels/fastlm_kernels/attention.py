@@ -393,6 +393,8 @@ def attention_reference(q, k, v, scale, *, layout=None, window=None, mask=None, 
 def _eager(q, k, v, scale, *, layout=None, window=None, mask=None, deterministic=False, backend=None):
     # what transformers' default attention runs for these masks
     def core(q, k, v, scale, mask):
+        if not q.numel():  # cuDNN, which torch may pick here, gives None for an empty batch
+            return (q @ k.mT) @ v
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
     return _plain(q, k, v, scale, layout, window, mask, core)
