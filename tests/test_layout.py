@@ -35,7 +35,15 @@ DOORS = {
 }
 # What a part of fastlm may import of the rest of it: only what stands below it.
 BELOW = {
-    "forwards/": ("fastlm.forwards", "fastlm.adapters", "fastlm.families", "fastlm.patching", "fastlm.quant"),
+    "block/": ("fastlm.block",),
+    "forwards/": (
+        "fastlm.forwards",
+        "fastlm.block",
+        "fastlm.adapters",
+        "fastlm.families",
+        "fastlm.patching",
+        "fastlm.quant",
+    ),
     "config.py": (),
     "families.py": (),
     "patching.py": (),
