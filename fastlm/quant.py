@@ -76,8 +76,8 @@ def keep_cpu_layout(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-# Views of weights that do not change, so that each is checked once: by bitsandbytes' own object, for as long as that lives.
-_NF4_WEIGHTS: weakref.WeakKeyDictionary[Any, NF4Weight] = weakref.WeakKeyDictionary()
+# Views of weights that do not change, so that each is checked once: by layer, with the state that it was made from.
+_NF4_WEIGHTS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, NF4Weight]] = weakref.WeakKeyDictionary()
 
 
 def nf4_weight(module: nn.Module) -> NF4Weight | str:
@@ -90,8 +90,8 @@ def nf4_weight(module: nn.Module) -> NF4Weight | str:
     if "packing_format_for_cpu" in vars(state) and state.packing_format_for_cpu:
         return "bitsandbytes repacked its weight for CPU inference"
     nested = state.state2 if state.nested else None
-    cached = _NF4_WEIGHTS.get(state)
-    if cached is not None and cached.packed.data_ptr() == module.weight.data_ptr():
+    made_from, cached = _NF4_WEIGHTS.get(module, (None, None))
+    if cached is not None and made_from is state and cached.packed.data_ptr() == module.weight.data_ptr():
         return cached
     weight = NF4Weight(
         packed=module.weight.data.view(torch.uint8) if module.weight.dtype != torch.uint8 else module.weight.data,
@@ -104,7 +104,7 @@ def nf4_weight(module: nn.Module) -> NF4Weight | str:
         nested_blocksize=nested.blocksize if nested is not None else 256,
         dtype=state.dtype,
     )
-    _NF4_WEIGHTS[state] = weight
+    _NF4_WEIGHTS[module] = (state, weight)
     return weight
 
 

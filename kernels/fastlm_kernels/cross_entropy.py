@@ -236,7 +236,7 @@ class _Launch:
 def _launch(n_cols: int, itemsize: int) -> _Launch:
     """Up to 16 warps a row: few rows in flight, so a second read meets the cache and a short last wave costs little."""
     vector = 16 // itemsize
-    lanes = min(512, max(32, next_power_of_2(n_cols) // vector))
+    lanes = min(512, max(32, next_power_of_2(n_cols) // (2 * vector)))
     return _Launch(lanes, vector, unroll=2 if n_cols > lanes * vector else 1)
 
 
@@ -419,16 +419,8 @@ def cross_entropy_reference(
     return loss.where(kept, 0.0)
 
 
-def _eager(logits, labels, ignore_index=-100, label_smoothing=0.0, logit_scale=1.0, softcap=None, z_loss=0.0):
-    z = logits.float() * logit_scale
-    if softcap is not None:
-        z = torch.tanh(z / softcap) * softcap
-    rows = z.reshape(-1, z.shape[-1])
-    loss = F.cross_entropy(
-        rows, labels.reshape(-1), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
-    )
-    penalty = (z_loss * rows.logsumexp(-1).square()).masked_fill(labels.reshape(-1) == ignore_index, 0.0)
-    return (loss + penalty).view(labels.shape)
+def _eager(logits, **rest):
+    return cross_entropy_reference(logits.float(), **rest)
 
 
 def _make(shape, dtype, device, generator):
