@@ -52,6 +52,8 @@ def main() -> None:
     before = exact_match(answer(model, tokenizer, held_out), held_out)
     print(f"exact match before: {before:.1f} %", flush=True)
 
+    # bfloat16, or float16 on a GPU without it
+    is_bf16 = model.dtype is torch.bfloat16
     # by default on every linear layer
     model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=16, random_state=options.seed)
     trainer = SFTTrainer(
@@ -61,7 +63,8 @@ def main() -> None:
         args=SFTConfig(
             output_dir=str(options.output), max_steps=steps, per_device_train_batch_size=batch_size, max_length=128,
             learning_rate=1e-3, lr_scheduler_type="cosine", warmup_steps=steps // 10, logging_steps=1, seed=options.seed,
-            gradient_checkpointing=False, save_strategy="no", report_to="none", use_cpu=not torch.cuda.is_available(),
+            bf16=is_bf16, fp16=not is_bf16, use_cpu=not torch.cuda.is_available(),
+            gradient_checkpointing=False, save_strategy="no", report_to="none",
         ),
     )  # fmt: skip
     trainer.train()

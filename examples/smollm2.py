@@ -69,9 +69,13 @@ def _convert(source: Path, target: Path) -> None:
     model.load_state_dict(gguf.state_dict())
     model.tie_weights()
     model.generation_config = gguf.generation_config
-    # the file pads with the end-of-turn token: a collator that hides padding from the loss would hide the end as well
-    tokenizer.pad_token = "<|endoftext|>"
-    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    # what is read from the file ends with the start of a turn, or pads with its end: a collator that hides padding from the loss
+    # would hide the end as well
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+    for settings in (model.config, model.generation_config):
+        settings.eos_token_id, settings.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.model_max_length = config.max_position_embeddings
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
 
