@@ -58,6 +58,20 @@ def store_pairs(
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr):
+    # float32 with the precision of dtype, as if it had been stored and read back
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def turn(first, second, cos, sin, dtype: tl.constexpr):
+    # the rotation of pairs; a stock model rounds each product before it adds them
+    y_first = rounded(first * cos, dtype) - rounded(second * sin, dtype)
+    y_second = rounded(second * cos, dtype) + rounded(first * sin, dtype)
+    return y_first, y_second
+
+
+@triton.jit
 def place_rows(block, blocks_per_batch, n_tokens, N_HEADS: tl.constexpr, ROWS: tl.constexpr):
     # batch, and for ROWS rows of it: index (over the whole tensor), token, head, mask; all [ROWS] but batch
     batch = tl.cast(block // blocks_per_batch, tl.int64)

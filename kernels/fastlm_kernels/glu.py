@@ -4,7 +4,8 @@
     gelu(x)      = x * (1 + erf(x / sqrt(2))) / 2
     gelu_tanh(x) = x * (1 + tanh(u)) / 2 = x / (1 + exp(-2u)), u = sqrt(2 / pi) * (x + 0.044715 * x**3)
 
-Shazeer 2020, arXiv:2002.05202; Hendrycks and Gimpel 2016, arXiv:1606.08415. All is computed in float32 and rounded once.
+Shazeer 2020, arXiv:2002.05202; Hendrycks and Gimpel 2016, arXiv:1606.08415. All is computed in float32 and rounded to the inputs'
+dtype where the two modules of a stock model round: act(gate) and, in the backward, the gradient of act(gate).
 Saved for the backward: gate and up. The product itself is never kept: the backward can remake it in its own pass.
 """
 
@@ -52,6 +53,7 @@ def _glu_fwd_kernel(
     gate = tl.load(gate_ptr + row * stride_gate_row + offs_f, mask=mask_f, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up_row + offs_f, mask=mask_f, other=0.0).to(tl.float32)
     activated, _ = _activation(gate, ACTIVATION)
+    activated = activated.to(gate_ptr.dtype.element_ty).to(tl.float32)
     tl.store(h_ptr + row * stride_h_row + offs_f, (activated * up).to(h_ptr.dtype.element_ty), mask=mask_f)
 
 
@@ -69,7 +71,8 @@ def _glu_bwd_kernel(
     gate = tl.load(gate_ptr + row * stride_gate_row + offs_f, mask=mask_f, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up_row + offs_f, mask=mask_f, other=0.0).to(tl.float32)
     activated, slope = _activation(gate, ACTIVATION)
-    dgate = dh * up * slope
+    activated = activated.to(gate_ptr.dtype.element_ty).to(tl.float32)
+    dgate = (dh * up).to(gate_ptr.dtype.element_ty).to(tl.float32) * slope
     tl.store(dgate_ptr + row * stride_dgate_row + offs_f, dgate.to(dgate_ptr.dtype.element_ty), mask=mask_f)
     tl.store(dup_ptr + row * stride_dup_row + offs_f, (dh * activated).to(dup_ptr.dtype.element_ty), mask=mask_f)
     if HAS_H:
@@ -103,7 +106,7 @@ def glu_fwd(gate: Tensor, up: Tensor, activation: str = "silu", out: Tensor | No
     n_rows, n_cols = gate.shape
     out = torch.empty((n_rows, n_cols), dtype=gate.dtype, device=gate.device) if out is None else out
     if not runs_triton(gate):
-        return out.copy_(_activation_torch(gate.float(), activation)[0] * up.float())
+        return out.copy_(_activation_torch(gate.float(), activation)[0].to(gate.dtype).float() * up.float())
     launch = _launch(n_cols)
     blocks_per_row = triton.cdiv(n_cols, launch.block)
     if out.numel():
@@ -140,8 +143,9 @@ def glu_bwd(
         h = torch.empty((n_rows, n_cols), dtype=gate.dtype, device=gate.device)
     if not runs_triton(gate):
         activated, slope = _activation_torch(gate.float(), activation)
+        activated = activated.to(gate.dtype).float()
         dh_32, up_32 = dh.float(), up.float()
-        results = (dh_32 * up_32 * slope, dh_32 * activated, activated * up_32)
+        results = ((dh_32 * up_32).to(gate.dtype).float() * slope, dh_32 * activated, activated * up_32)
         return dgate.copy_(results[0]), dup.copy_(results[1]), None if h is None else h.copy_(results[2])
     launch = _launch(n_cols)
     blocks_per_row = triton.cdiv(n_cols, launch.block)

@@ -5,7 +5,8 @@
 
 for the pairs (i, j) of the first R values of a head; the values from R on pass through. Pairs are (i, i + R/2), as in
 Llama, or (2i, 2i + 1), as in GLM (`interleaved`). Su et al. 2021, arXiv:2104.09864. All is computed in float32 and
-rounded once, at the end. Saved for the backward: cos, sin and, only with weights, q, k and 1/rms (one float32 a head).
+rounded where a stock model rounds: the norm's output, each product with cos or sin (unless these are wider than x), and
+their sum. Saved for the backward: cos, sin and, only with weights, q, k and 1/rms (one float32 a head).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from fastlm_kernels._case import Case, build, randn
 from fastlm_kernels._launch import RowLaunch, multiprocessors, next_power_of_2, runs_triton, tl, triton
-from fastlm_kernels._rope_pairs import load_angles, load_pairs, place_rows, store_pairs
+from fastlm_kernels._rope_pairs import load_angles, load_pairs, place_rows, rounded, store_pairs, turn
 
 # B batch, S sequence, H query heads, K key heads, E head size, R rotary size, P rows of a position table
 # In kernels a row is one head of one token; its E values are E/2 pairs, those past R/2 being pairs that do not turn.
@@ -47,10 +48,10 @@ def _turn_rows(
         tl.store(rstd_ptr + row, rstd, mask=mask_row)
         rstd = rstd[:, None]
         weight_first, weight_second = load_pairs(weight_ptr, True, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
-        first = first * rstd * (weight_first + weight_offset)
-        second = second * rstd * (weight_second + weight_offset)
-    y_first = first * cos - second * sin
-    y_second = second * cos + first * sin
+        dtype = x_ptr.dtype.element_ty
+        first = rounded(first * rstd * (weight_first + weight_offset), dtype)
+        second = rounded(second * rstd * (weight_second + weight_offset), dtype)
+    y_first, y_second = turn(first, second, cos, sin, tables[0].dtype.element_ty)
     store_pairs(y_ptrs, mask_row[:, None], y_first, y_second, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
 
 
@@ -110,13 +111,15 @@ def _turn_norm_bwd_rows(
         normed_first = x_first * rstd
         normed_second = x_second * rstd
         # gradient of the norm's output, turned back
-        dn_first = dy_first * cos + dy_second * sin
-        dn_second = dy_second * cos - dy_first * sin
+        dtype = x_ptr.dtype.element_ty
+        dn_first, dn_second = turn(dy_first, dy_second, cos, -sin, tables[0].dtype.element_ty)
+        dn_first = rounded(dn_first, dtype)
+        dn_second = rounded(dn_second, dtype)
         if HAS_DWEIGHT:
             dweight_first += dn_first * normed_first
             dweight_second += dn_second * normed_second
-        dn_first *= weight_first + weight_offset
-        dn_second *= weight_second + weight_offset
+        dn_first = rounded(dn_first * (weight_first + weight_offset), dtype)
+        dn_second = rounded(dn_second * (weight_second + weight_offset), dtype)
         mean = tl.sum(dn_first * normed_first + dn_second * normed_second, axis=1, keep_dims=True) / HEAD_DIM
         dx_first = rstd * (dn_first - normed_first * mean)
         dx_second = rstd * (dn_second - normed_second * mean)
@@ -177,6 +180,9 @@ def _grid(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor |
     launch = _launch(head_dim)
     # a block never crosses batch entries
     per_batch = [triton.cdiv(n_tokens * x.shape[2], launch.rows) for x in (q, k)]
+    if cos.dtype != q.dtype or sin.dtype != q.dtype:
+        # the kernels round products to the tables' dtype: float32 is what q and tables of different dtypes promote to
+        cos, sin = cos.float(), sin.float()
     if cos.stride(-1) != 1 or cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     if position_ids is None:
@@ -193,13 +199,18 @@ def _grid(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor |
 
 
 def _turn_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, position_ids: Tensor | None) -> Tensor:
-    """The rotation in torch: x [B, S, H, E] float32 -> float32."""
+    """The rotation in torch: x [B, S, H, E] -> float32, each product rounded to the promoted dtype of x and cos."""
+    dtype = torch.promote_types(x.dtype, cos.dtype)
     cos, sin = (table.float() if position_ids is None else table[position_ids].float() for table in (cos, sin))
     half = cos.shape[-1] // 2
     cos, sin = cos[..., None, :half], sin[..., None, :half]
-    rotary, passed = x[..., : 2 * half], x[..., 2 * half :]
+    rotary, passed = x.float()[..., : 2 * half], x.float()[..., 2 * half :]
     first, second = (rotary[..., 0::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return (a * b).to(dtype).float()
+
+    turned = (product(first, cos) - product(second, sin), product(second, cos) + product(first, sin))
     together = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return torch.cat((together, passed), -1)
 
@@ -222,11 +233,11 @@ def rope_fwd(
     has_norm = q_weight is not None and k_weight is not None
     if not runs_triton(q):
         rstds: list[Tensor | None] = []
-        for x, weight, out in ((q.float(), q_weight, q_out), (k.float(), k_weight, k_out)):
+        for x, weight, out in ((q, q_weight, q_out), (k, k_weight, k_out)):
             rstd = None
             if weight is not None:
-                rstd = torch.rsqrt(x.square().mean(-1) + eps)
-                x = x * rstd[..., None] * (weight.float() + weight_offset)
+                rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
+                x = (x.float() * rstd[..., None] * (weight.float() + weight_offset)).to(x.dtype)
             out.copy_(_turn_torch(x, cos, -sin if inverse else sin, interleaved, position_ids))
             rstds.append(rstd)
         return q_out, k_out, rstds[0], rstds[1]
@@ -269,9 +280,9 @@ def rope_bwd(
         dweights = []
         for dy, x, weight, rstd, out in ((dq, q, q_weight, q_rstd, dq_out), (dk, k, k_weight, k_rstd, dk_out)):
             normed = x.float() * rstd[..., None]
-            dn = _turn_torch(dy.float(), cos, -sin, interleaved, position_ids)
+            dn = _turn_torch(dy, cos, -sin, interleaved, position_ids).to(dy.dtype).float()
             dweights.append((dn * normed).sum((0, 1, 2)).to(weight.dtype) if needs_dweight else None)
-            dn = dn * (weight.float() + weight_offset)
+            dn = (dn * (weight.float() + weight_offset)).to(dy.dtype).float()
             out.copy_(rstd[..., None] * (dn - normed * (dn * normed).mean(-1, keepdim=True)))
         return dq_out, dk_out, dweights[0], dweights[1]
     blocks, per_batch, tables, strides, constants = _grid(dq, dk, cos, sin, position_ids, interleaved)
