@@ -41,7 +41,9 @@ def _head_reason(base: nn.Module) -> str | None:
 
     TRL's wrapper bears the name of the forward that it wraps; what it closes over shows what it is and how it was made.
     """
-    function = getattr(base.__dict__.get("forward"), "__func__", None)
+    # accelerate's mixed precision keeps the forward that it wrapped under the second name
+    outermost = base.__dict__.get("_original_forward", base.__dict__.get("forward"))
+    function = getattr(outermost, "__func__", None)
     made_with = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     if "original_forward" not in made_with or "temperature" not in made_with:
         return "the fused head was asked for, but TRL's wrapper is not on this model"

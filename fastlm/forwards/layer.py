@@ -28,8 +28,12 @@ class LayerFacts:
     spec: BlockSpec
 
 
-class Elsewhere(Exception):
+class _Elsewhere(Exception):
     """This call belongs to the layer's parts, by design: not a fallback."""
+
+
+class _Stock(Exception):
+    """The layer cannot run as a block for this call; the message says why."""
 
 
 def make_spec(layer: nn.Module, family: Family, window: int | None, activation: str) -> BlockSpec:
@@ -61,23 +65,19 @@ def _norm(module: nn.Module, x: Tensor, casts: bool) -> Norm:
         raise _Stock("a norm has hooks")
     weight = module.weight
     if weight.requires_grad or (casts and torch.promote_types(x.dtype, weight.dtype) != x.dtype):
-        raise Elsewhere
+        raise _Elsewhere
     return Norm(weight, module.variance_epsilon)
-
-
-class _Stock(Exception):
-    """The layer cannot run as a block for this call; the message says why."""
 
 
 def _views(modules: tuple[nn.Module, ...], x: Tensor) -> list[adapters.LinearView]:
     found = adapters.views(modules, x)
     if found == adapters.TRAINED_WEIGHT:
-        raise Elsewhere
+        raise _Elsewhere
     if isinstance(found, str):
         raise _Stock(found)
     if not found[0].dtype == found[0].out_dtype == x.dtype:
         # mixed precision around this layer: its parts round where the stock modules do
-        raise Elsewhere
+        raise _Elsewhere
     return found
 
 
@@ -93,7 +93,7 @@ def _describe(
     if adapters.has_hooks(attn) or adapters.has_hooks(mlp):
         raise _Stock("a module in it has hooks")
     if x.numel() == 0 or is_decode_step(x):
-        raise Elsewhere
+        raise _Elsewhere
     qk_norms: tuple[Norm | None, Norm | None] = (None, None)
     if facts.family.has_qk_norm:
         qk_norms = (_norm(attn.q_norm, x, casts), _norm(attn.k_norm, x, casts))
@@ -144,9 +144,10 @@ def forward(
     recomputes = patch.recomputes and self.training and torch.is_grad_enabled()
     try:
         if past_key_values is not None and not recomputes:
-            raise Elsewhere
+            raise _Elsewhere
         layer, tensors = _describe(self, patch.facts, hidden_states, attention_mask, recomputes, kwargs)
-    except Elsewhere:
+    except _Elsewhere:
+        # the parts count this call
         patch.calls -= 1
     except _Stock as reason:
         patch.fell_back(str(reason))

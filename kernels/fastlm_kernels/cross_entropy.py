@@ -28,8 +28,8 @@ from fastlm_kernels._launch import next_power_of_2, runs_triton, tl, triton
 from fastlm_kernels._loss_rule import LossRule, RowStats, check_label_range, check_labels
 
 # T rows (tokens), V columns (vocabulary)
-# float32 values that the torch path holds at a time: 16 MiB stay near the cores of a CPU
-_TORCH_BLOCK = 1 << 22
+# float32 values that the torch path holds at a time: 4 MiB lie in a CPU's second-level caches
+_TORCH_BLOCK = 1 << 20
 
 
 @triton.jit
@@ -241,25 +241,25 @@ def _launch(n_cols: int, itemsize: int) -> _Launch:
 
 
 def _transform_in_torch(x: Tensor, rule: LossRule) -> Tensor:
-    z = x.float() * rule.scale
-    return z if rule.softcap is None else z.tanh_().mul_(rule.cap)
+    z = x.float() if rule.scale == 1.0 else x.float() * rule.scale
+    return z if rule.softcap is None else z.tanh().mul_(rule.cap)
 
 
 def _gradient_in_torch(
-    z: Tensor, label: Tensor, is_ignored: Tensor, lse: Tensor, dloss: Tensor, rule: LossRule
+    z: Tensor, softmax: Tensor, label: Tensor, is_ignored: Tensor, lse: Tensor, dloss: Tensor, rule: LossRule
 ) -> Tensor:
+    """dloss times the gradient of the raw logits; written over `softmax`."""
     n_cols = z.shape[1]
-    is_valid = (label >= 0) & (label < n_cols)
-    dz = torch.exp(z - lse[:, None]).mul_(((1.0 + 2.0 * rule.z_loss * lse) * dloss)[:, None])
+    dx = softmax.mul_(((1.0 + 2.0 * rule.z_loss * lse) * dloss * rule.slope)[:, None])
     if rule.label_smoothing:
-        dz -= (rule.label_smoothing / n_cols * dloss)[:, None]
-    on_label = torch.where(is_valid, -(1.0 - rule.label_smoothing) * dloss, torch.nan)
-    dz.scatter_add_(1, label.clamp(0, n_cols - 1)[:, None], on_label[:, None])
-    if rule.slope != 1.0:
-        dz *= rule.slope
+        dx -= (rule.label_smoothing / n_cols * dloss * rule.slope)[:, None]
+    on_label = (rule.label_smoothing - 1.0) * dloss * rule.slope
+    dx.scatter_add_(1, label.clamp(0, n_cols - 1)[:, None], on_label[:, None])
     if rule.softcap is not None:
-        dz *= 1.0 - (z / rule.cap).square_()
-    return dz.masked_fill_(is_ignored[:, None], 0.0)
+        dx *= 1.0 - (z / rule.cap).square_()
+    dx[(label < 0) | (label >= n_cols)] = torch.nan
+    dx[is_ignored] = 0.0
+    return dx
 
 
 def _row_blocks(n_rows: int, n_cols: int) -> list[slice]:
@@ -271,12 +271,19 @@ def _fwd_in_torch(
     logits: Tensor, labels: Tensor, rule: LossRule, gradient_weight: float | None, stats: RowStats
 ) -> None:
     n_rows, n_cols = logits.shape
+    columns = torch.arange(n_cols, device=logits.device)
     for rows in _row_blocks(n_rows, n_cols):
         label, z = labels[rows], _transform_in_torch(logits[rows], rule)
         is_ignored, is_valid = label == rule.ignore_index, (label >= 0) & (label < n_cols)
-        lse = z.logsumexp(1)
-        log_prob = z.gather(1, label.clamp(0, n_cols - 1)[:, None])[:, 0] - lse
-        log_prob = log_prob.masked_fill(~is_valid, torch.nan)
+        z_label = z.gather(1, label.clamp(0, n_cols - 1)[:, None])
+        peak = z.amax(1, keepdim=True)
+        centred = z - peak
+        softmax = centred.exp()
+        total = softmax.sum(1, keepdim=True)
+        softmax /= total
+        log_total = total.log()[:, 0]
+        lse = peak[:, 0] + log_total
+        log_prob = ((z_label - peak)[:, 0] - log_total).where(is_valid, torch.nan)
         loss = (rule.label_smoothing - 1.0) * log_prob + rule.z_loss * lse.square()
         if rule.label_smoothing:
             loss += rule.label_smoothing * (lse - z.mean(1))
@@ -284,14 +291,17 @@ def _fwd_in_torch(
         stats.log_prob[rows] = log_prob.masked_fill_(is_ignored, 0.0)
         stats.lse[rows] = lse.masked_fill(is_ignored, 0.0)
         if stats.entropy is not None:
-            log_probs = z - lse[:, None]
-            entropy = torch.special.entr(log_probs.exp_()).sum(1)
+            # the bound keeps an impossible token (z = -inf, softmax = 0) from making NaN
+            entropy = log_total - torch.linalg.vecdot(softmax, centred.clamp_(min=-1.0e4))
             stats.entropy[rows] = entropy.masked_fill_(is_ignored, 0.0)
         if stats.is_top1 is not None:
-            stats.is_top1[rows] = (z.argmax(1) == label) & ~is_ignored & ~lse.isnan()
+            # of equal logits the first one wins, as in torch.argmax (whose own CPU kernel takes ten times as long)
+            is_beaten = ((z == peak) & (columns < label[:, None])).any(1)
+            stats.is_top1[rows] = (z_label == peak)[:, 0] & is_valid & ~is_beaten & ~is_ignored
         if gradient_weight is not None:
             dloss = torch.full_like(lse, gradient_weight)
-            logits[rows] = _gradient_in_torch(z, label, is_ignored, lse, dloss, rule).to(logits.dtype)
+            dx = _gradient_in_torch(z, softmax, label, is_ignored, lse, dloss, rule)
+            logits[rows] = dx.to(logits.dtype)
 
 
 def cross_entropy_fwd(
@@ -337,8 +347,9 @@ def cross_entropy_bwd(
     if not runs_triton(logits):
         for rows in _row_blocks(n_rows, n_cols):
             label, z = labels[rows], _transform_in_torch(logits[rows], rule)
-            dz = _gradient_in_torch(z, label, label == rule.ignore_index, lse[rows], dloss[rows], rule)
-            dlogits[rows] = dz.to(logits.dtype)
+            softmax = torch.exp(z - lse[rows][:, None])
+            dx = _gradient_in_torch(z, softmax, label, label == rule.ignore_index, lse[rows], dloss[rows], rule)
+            dlogits[rows] = dx.to(logits.dtype)
     elif n_rows:
         launch = _launch(n_cols, logits.element_size())
         _cross_entropy_bwd_kernel[(n_rows,)](
