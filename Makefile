@@ -8,6 +8,8 @@ PYTHON ?= python3
 TORCH_SPEC ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
+# tests run side by side, each in one thread
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -35,7 +37,7 @@ demo: $(READY)
 	$(BIN)/python examples/quickstart.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -q --durations=10 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -m "slow and not gpu" --durations=10 $(PYTEST_ARGS)
@@ -73,11 +75,11 @@ LEG_TESTS := $(wildcard tests/test_parity.py tests/test_train*.py)
 
 test-newest: $(NEWEST)/.ready
 	$(NEWEST)/bin/python .ci/versions.py .ci/newest.txt --without kernels
-	$(NEWEST)/bin/python -m pytest -q $(LEG_TESTS) $(PYTEST_ARGS)
+	$(NEWEST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(LEG_TESTS) $(PYTEST_ARGS)
 
 test-trl115: $(OLDEST_TRL)/.ready
 	$(OLDEST_TRL)/bin/python .ci/versions.py .ci/trl115.txt
-	$(OLDEST_TRL)/bin/python -m pytest -q $(LEG_TESTS) $(PYTEST_ARGS)
+	$(OLDEST_TRL)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(LEG_TESTS) $(PYTEST_ARGS)
 
 clean:
 	rm -rf $(VENV) $(NEWEST) $(OLDEST_TRL)

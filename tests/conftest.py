@@ -2,6 +2,9 @@
 
 import os
 
+# tiny models gain nothing from threads, and tests run side by side
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():
