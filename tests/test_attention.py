@@ -137,11 +137,25 @@ def test_padded_rows_are_zero_and_the_rest_unpadded(is_real, window):
         _close(out[row, row_is_real], attention(*alone, SCALE, window=window)[0], f"row {row}")
 
 
+def test_samples_start_where_transformers_sees_them_start():
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        # most steps go on by one; the others stay, fall back or leave gaps
+        steps = torch.randint(-2, 14, (3, 12), generator=generator).clamp(max=4)
+        positions = torch.where(steps == 4, 1, steps).cumsum(1)
+        sample = find_packed_sequence_indices(positions)
+        lengths = [n for row in sample.tolist() for n in torch.bincount(torch.tensor(row)).tolist()]
+        assert packed_layout(positions).lengths == tuple(lengths)
+
+
 def test_layouts():
     layout = packed_layout(torch.tensor([[0, 1, 0], [0, 0, 1]], dtype=torch.int32))
     assert (layout.cu_seqlens.tolist(), layout.max_seqlen, layout.indices) == ([0, 2, 3, 4, 6], 2, None)
     assert layout.cu_seqlens.dtype is torch.int32 and layout.lengths == (2, 1, 1, 2) and layout.tokens == 6
-    assert packed_layout(torch.tensor([[0, 1, 2], [4, 5, 9]])) is None
+    assert packed_layout(torch.tensor([[0, 1, 2], [4, 5, 6]])) is None
+    assert packed_layout(torch.tensor([[0, 1, 2], [4, 5, 9]])).lengths == (3, 2, 1)
     assert packed_layout(torch.zeros(3, 0, dtype=torch.int64)) is None
     layout = padded_layout(torch.tensor([[0, 1, 1], [0, 0, 0], [1, 1, 0]]))
     assert (layout.cu_seqlens.tolist(), layout.max_seqlen, layout.indices.tolist()) == ([0, 2, 4], 2, [1, 2, 6, 7])

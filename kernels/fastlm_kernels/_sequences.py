@@ -69,10 +69,11 @@ def _layout(lengths: list[int], device: torch.device, indices: Tensor | None = N
 
 
 def packed_layout(position_ids: Tensor) -> SequenceLayout | None:
-    """The layout of a packed batch, from positions that restart where a sample starts.
+    """The layout of a packed batch, from positions that do not go on by one where a sample starts.
 
-    A sample starts with each row and wherever a position is not larger than the one before it: gaps are no starts, and
-    the positions 0, 0 are two samples of one token.
+    A sample starts with each row and wherever a position is not the one before it plus one, whether it falls back, stays
+    or leaves a gap: 0, 0 are two samples of one token, and so are 0, 2. This is transformers' own rule
+    (`masking_utils.find_packed_sequence_indices`).
 
     Args:
         position_ids: [B, S], any integer dtype. The device is waited for once.
@@ -85,10 +86,10 @@ def packed_layout(position_ids: Tensor) -> SequenceLayout | None:
     """
     if position_ids.ndim != 2:
         raise ValueError(f"position_ids must be [B, S], got {tuple(position_ids.shape)}")
-    restarts = (position_ids[:, 1:] <= position_ids[:, :-1]).cpu()
-    if not restarts.any():
+    is_start = (position_ids.diff(dim=1) != 1).cpu()
+    if not is_start.any():
         return None
-    starts = F.pad(restarts, (1, 0), value=True).flatten().nonzero().squeeze(1)
+    starts = F.pad(is_start, (1, 0), value=True).flatten().nonzero().squeeze(1)
     end = torch.tensor([position_ids.numel()])
     return _layout(torch.diff(starts, append=end).tolist(), position_ids.device)
 
