@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+
 from fastlm_kernels import _attention_backends
 from fastlm_kernels.attention import (
     BACKENDS,

@@ -49,8 +49,10 @@ def mask_function(
 ) -> Tensor | None:
     """transformers' mask hook: None for whole rows, whose padding and packing the layout describes, else SDPA's mask."""
     is_whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+    # a padding mask of another shape has no layout
+    is_described = attention_mask is None or attention_mask.shape == (batch_size, kv_length)
     # `use_vmap` marks a mask that the model combines with one of its own
-    if is_whole_row and not use_vmap:
+    if is_whole_row and is_described and not use_vmap:
         return None
     return sdpa_mask(
         batch_size=batch_size,
@@ -102,6 +104,17 @@ def register() -> None:
         AttentionMaskInterface.register(ATTENTION, mask_function)
 
 
+def _packed(positions: Tensor, caches: bool) -> SequenceLayout | None:
+    """The layout of packed rows, by transformers' rule; positions [B, S].
+
+    transformers looks for packed rows only where no cache is made. Where one would be, positions that fall back are samples all
+    the same, which must not see each other; positions that only grow are one sample, as they are to transformers.
+    """
+    if caches and not (positions.diff(dim=1) < 1).any():
+        return None
+    return packed_layout(positions)
+
+
 def forward(
     self: nn.Module,
     input_ids: torch.Tensor | None = None,
@@ -123,8 +136,9 @@ def forward(
             if layout is None:
                 attention_mask = None
         elif attention_mask is None and position_ids is not None and past_key_values is None:
-            layout = packed_layout(position_ids)
-            # transformers recognises packed rows only without a cache; with one, samples would see each other
+            caches = self.config.use_cache if use_cache is None else use_cache
+            layout = _packed(position_ids.expand(rows.shape[0], -1), caches)
+            # with a cache, the samples would see each other
             use_cache = use_cache if layout is None else False
         if layout is not None:
             kwargs[_LAYOUT] = layout
