@@ -96,11 +96,13 @@ def _decode(weight: Tensor | NF4Weight, dtype: torch.dtype, out: Tensor | None =
 
 
 def _add_product(y: Tensor, left: Tensor, right: Tensor) -> None:
-    """y += left @ right, in their dtype where it is wider than y's, rounded once."""
+    """y += left @ right. Rounded once where the factors are as wide as y or wider, else the product is rounded first, as in PEFT."""
     if left.dtype == y.dtype:
         y.addmm_(left, right)
-    else:
+    elif torch.promote_types(left.dtype, y.dtype) == left.dtype:
         y.copy_(torch.addmm(y.to(left.dtype), left, right))
+    else:
+        y.add_(left @ right)
 
 
 class StackedLinear:
@@ -191,7 +193,7 @@ class StackedLinear:
                 # beta = 0 overwrites what the new buffer holds
                 y[:, self._rows(i)].addmm_(x, _decode(weight, x.dtype).t(), beta=0 if is_first else 1)
         if self.b is not None and self.lora_dtype != x.dtype:
-            y.copy_(torch.addmm(y.to(self.lora_dtype), self.low[0], self.b.t()))
+            _add_product(y, self.low[0], self.b.t())
         for i in self.alone:
             side = self.tensors[3 * i + 2].to(self.lora_dtype).t() * self.group.scalings[i]
             _add_product(y[:, self._rows(i)], self.low[1 + i], side)
