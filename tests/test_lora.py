@@ -9,6 +9,10 @@ from fastlm_kernels.lora import Projection, lora_linear
 WIDTHS, K, R, T = (48, 32), 64, 8, 40
 
 
+def draw(generator, *shape):
+    return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+
 def stock(x, weights, adapters, scaling):
     """What peft's Linear does: the base product, then B(A(x)) in the adapter's dtype, scaled and added in the wider of both."""
     parts = []
@@ -33,10 +37,12 @@ def test_adapters_of_another_dtype(dtype, lora_dtype, widths):
     totals: dict[str, dict[str, float]] = {}
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
-        draw = lambda *shape: torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-        x = (draw(T, K) * 8).to(dtype).requires_grad_()
-        weights = [draw(n, K).to(dtype) for n in widths]
-        adapters = [tuple(m.to(lora_dtype).requires_grad_() for m in (draw(R, K), draw(n, R))) for n in widths]
+        x = (draw(generator, T, K) * 8).to(dtype).requires_grad_()
+        weights = [draw(generator, n, K).to(dtype) for n in widths]
+        adapters = [
+            tuple(m.to(lora_dtype).requires_grad_() for m in (draw(generator, R, K), draw(generator, n, R)))
+            for n in widths
+        ]
         leaves = [x, *(m for pair in adapters for m in pair)]
         exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
         truth = stock(exact[0], [w.double() for w in weights], list(zip(exact[1::2], exact[2::2], strict=True)), 1.5)
