@@ -45,6 +45,7 @@ def mask_function(
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
+    allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
     """transformers' mask hook: None for whole rows, whose padding and packing the layout describes, else SDPA's mask."""
@@ -63,6 +64,9 @@ def mask_function(
         mask_function=mask_function,
         attention_mask=attention_mask,
         use_vmap=use_vmap,
+        # without a mask, SDPA lets query i see the keys up to i, and ours takes the queries as the last ones: with the empty
+        # places of a static cache behind them, only a single query is the same to both
+        allow_is_causal_skip=allow_is_causal_skip and q_length == 1,
         **kwargs,
     )
 
