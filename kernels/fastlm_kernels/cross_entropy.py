@@ -16,8 +16,6 @@ and overwrites it with the gradient, at one weight for all rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -167,8 +165,9 @@ def _cross_entropy_fwd_kernel(
         mask = n_whole + offs_v < n_read
         z = _transform(tl.load(x_row_ptr + n_whole + offs_v, mask=mask, other=0.0), scale, cap, HAS_SOFTCAP)
         peak, total, weighted, plain, peak_before = _accumulate(
-            z, mask, False, peak, total, weighted, plain, peak_before, HAS_ENTROPY, HAS_SMOOTHING, HAS_TOP1
-        )
+            z, mask, n_whole + TILE <= label, peak, total, weighted, plain, peak_before,
+            HAS_ENTROPY, HAS_SMOOTHING, HAS_TOP1,
+        )  # fmt: skip
 
     row_peak = tl.max(peak, axis=0)
     lane_weight = _exp(peak - row_peak)
@@ -220,24 +219,14 @@ def _cross_entropy_bwd_kernel(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """Threads that share a row, what each loads at a time, and how many loads it has in flight."""
+def _tile(n_cols: int, itemsize: int) -> dict[str, int]:
+    """Threads of a row (LANES), what each loads at a time (VECTOR), and its loads in flight (UNROLL).
 
-    lanes: int
-    vector: int
-    unroll: int
-
-    @property
-    def num_warps(self) -> int:
-        return self.lanes // 32
-
-
-def _launch(n_cols: int, itemsize: int) -> _Launch:
-    """Up to 16 warps a row: few rows in flight, so a second read meets the cache and a short last wave costs little."""
+    Up to 16 warps a row: few rows in flight, so a second read meets the cache and a short last wave costs little.
+    """
     vector = 16 // itemsize
     lanes = min(512, max(32, next_power_of_2(n_cols) // (2 * vector)))
-    return _Launch(lanes, vector, unroll=2 if n_cols > lanes * vector else 1)
+    return dict(UNROLL=2 if n_cols > lanes * vector else 1, LANES=lanes, VECTOR=vector)
 
 
 def _transform_in_torch(x: Tensor, rule: LossRule) -> Tensor:
@@ -324,7 +313,7 @@ def cross_entropy_fwd(
             check_label_range(labels, n_cols, rule.ignore_index)
         _fwd_in_torch(logits, labels, rule, gradient_weight, stats)
     elif n_rows:
-        launch = _launch(n_cols, logits.element_size())
+        tile = _tile(n_cols, logits.element_size())
         _cross_entropy_fwd_kernel[(n_rows,)](
             logits, labels, stats.loss, stats.log_prob, stats.lse,
             stats.loss if stats.entropy is None else stats.entropy,
@@ -333,8 +322,7 @@ def cross_entropy_fwd(
             rule.label_smoothing, rule.z_loss, gradient_weight or 0.0,
             HAS_SOFTCAP=rule.softcap is not None, HAS_SMOOTHING=rule.label_smoothing > 0.0,
             HAS_ENTROPY=stats.entropy is not None, HAS_TOP1=stats.is_top1 is not None,
-            WRITES_GRADIENT=gradient_weight is not None, UNROLL=launch.unroll, LANES=launch.lanes, VECTOR=launch.vector,
-            num_warps=launch.num_warps, enable_fp_fusion=True,
+            WRITES_GRADIENT=gradient_weight is not None, **tile, num_warps=tile["LANES"] // 32, enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -351,12 +339,11 @@ def cross_entropy_bwd(
             dx = _gradient_in_torch(z, softmax, label, label == rule.ignore_index, lse[rows], dloss[rows], rule)
             dlogits[rows] = dx.to(logits.dtype)
     elif n_rows:
-        launch = _launch(n_cols, logits.element_size())
+        tile = _tile(n_cols, logits.element_size())
         _cross_entropy_bwd_kernel[(n_rows,)](
             dloss, logits, labels, lse, dlogits, logits.stride(0), dlogits.stride(0), n_cols, rule.ignore_index,
             rule.scale, rule.cap, rule.slope, rule.label_smoothing, rule.z_loss,
-            HAS_SOFTCAP=rule.softcap is not None, UNROLL=launch.unroll, LANES=launch.lanes, VECTOR=launch.vector,
-            num_warps=launch.num_warps, enable_fp_fusion=True,
+            HAS_SOFTCAP=rule.softcap is not None, **tile, num_warps=tile["LANES"] // 32, enable_fp_fusion=True,
         )  # fmt: skip
     return dlogits
 
@@ -461,10 +448,10 @@ def _builds(cc, dtype):
         n_cols="i32", ignore_index="i32", scale="fp32", cap="fp32", slope="fp32", label_smoothing="fp32", z_loss="fp32"
     )
     for n_cols in (2048, 128256):
-        launch = _launch(n_cols, dtype.itemsize)
+        tile = _tile(n_cols, dtype.itemsize)
         # a loss alone, what a trainer's metrics ask for, everything
         for has_metrics, has_all in ((False, False), (True, False), (True, True)):
-            flags = dict(HAS_SOFTCAP=has_all, UNROLL=launch.unroll, LANES=launch.lanes, VECTOR=launch.vector)
+            flags = dict(HAS_SOFTCAP=has_all, **tile)
             more = dict(HAS_SMOOTHING=has_all, HAS_ENTROPY=has_metrics, HAS_TOP1=has_metrics, WRITES_GRADIENT=True)
             yield Build(
                 kernel=_cross_entropy_fwd_kernel,
@@ -474,7 +461,7 @@ def _builds(cc, dtype):
                     **dict.fromkeys((*flags, *more), "constexpr"),
                 ),
                 constants=flags | more,
-                num_warps=launch.num_warps,
+                num_warps=tile["LANES"] // 32,
                 multiples_of_16=("stride_x_row", "n_cols"),
             )  # fmt: skip
             yield Build(
@@ -484,7 +471,7 @@ def _builds(cc, dtype):
                     stride_x_row="i32", stride_dx_row="i32", **shared, **dict.fromkeys(flags, "constexpr"),
                 ),
                 constants=flags,
-                num_warps=launch.num_warps,
+                num_warps=tile["LANES"] // 32,
                 multiples_of_16=("stride_x_row", "stride_dx_row", "n_cols"),
             )  # fmt: skip
 
