@@ -93,8 +93,10 @@ def _row(name: str, modules: list[tuple[str, nn.Module]], stock_reasons: list[st
     path = "parts" if patches else "stock"
     if block is not None and not trains_own_weights(modules[0][1]):
         path = "block"
-        if block.fallbacks and block.calls == sum(block.fallbacks.values()):
+        if block.calls == sum(block.fallbacks.values()) and any(patch.calls for _, patch in patches):
             path = "parts"
+            if not block.calls:
+                reasons.append("no call ran as a block yet: mixed precision around it, a cache, or few tokens without gradients")
     return Row(
         layer=name,
         path=path,
