@@ -1,0 +1,76 @@
+"""Families of the table on the GPU: the kernels inside whole models, patched against stock."""
+
+import pytest
+import tiny
+import torch
+
+import fastlm
+
+pytestmark = pytest.mark.gpu
+SHAPE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def on_gpu(name, dtype, attention):
+    made = tiny.with_lora(tiny.model(name, dtype, attention, **SHAPE).cuda(), dtype=dtype)
+    return made.train()
+
+
+def batches():
+    lengths = (70, 1, 111, 54)
+    packed = tiny.packed_batch(lengths)
+    x = tiny.ids(3, 200)
+    mask = torch.ones_like(x)
+    # less padding than any window: a query that sees nothing is NaN in a float64 model with an additive mask
+    mask[1, 197:], mask[2, 195:] = 0, 0
+    labels = x.masked_fill(mask == 0, -100)
+    yield dict(input_ids=x, labels=x)
+    yield dict(input_ids=x, attention_mask=mask, labels=labels)
+    yield packed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen2-windowed-layer", "qwen3"])
+def test_block_is_no_worse_than_stock(name, dtype):
+    """RMS error of all gradients to the float32 truth, over batches of every layout: at most 1.1 times stock's."""
+    stock, ours = on_gpu(name, DTYPES[dtype], "eager"), fastlm.patch_model(on_gpu(name, DTYPES[dtype], "sdpa"), strict=True)
+    exact = on_gpu(name, torch.float32, "eager").double()
+    for truth, rounded in zip(exact.parameters(), stock.parameters(), strict=True):
+        truth.data.copy_(rounded.data)
+    totals = {"stock": 0.0, "ours": 0.0}
+    losses = {"stock": [], "ours": []}
+    for batch in batches():
+        batch = {k: v.cuda() for k, v in batch.items()}
+        truth_loss, truth = tiny.loss_and_gradients(exact, batch, use_cache=False)
+        size = torch.cat([truth[n].flatten() for n in sorted(truth)]).norm()
+        for label, made in (("stock", stock), ("ours", ours)):
+            loss, got = tiny.loss_and_gradients(made, batch, use_cache=False)
+            error = torch.cat([(got[n].double() - truth[n]).flatten() for n in sorted(truth)])
+            totals[label] += float(error.norm() / size)
+            losses[label].append(abs(float(loss) - float(truth_loss)) / float(truth_loss))
+    assert totals["ours"] <= 1.1 * totals["stock"] + 1e-6, totals
+    assert max(losses["ours"]) <= 2 * max(losses["stock"]) + 1e-6, losses
+    layers = [row for row in fastlm.report(ours) if ".layers." in row.layer]
+    assert all(row.path == "block" and row.device == "triton" and not row.fallback_calls for row in layers)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_recomputing_changes_no_value(name):
+    """Plans change no value. What differs between runs is the order in which attention's backward adds, where it may."""
+    ours = fastlm.patch_model(on_gpu(name, torch.bfloat16, "sdpa"), strict=True)
+    batch = {k: v.cuda() for k, v in next(batches()).items()}
+    kept, again = tiny.loss_and_gradients(ours, batch), tiny.loss_and_gradients(ours, batch)
+    ours.gradient_checkpointing_enable()
+    ours.enable_input_require_grads()
+    recomputed = tiny.loss_and_gradients(ours, batch)
+    assert torch.equal(kept[0], recomputed[0])
+    noise = max(tiny.relative(again[1][n], kept[1][n]) for n in kept[1])
+    assert max(tiny.relative(recomputed[1][n], kept[1][n]) for n in kept[1]) <= 2 * noise
+
+
+def test_greedy_tokens_in_float32():
+    stock, ours = (tiny.with_lora(tiny.model("llama", attention=a, **SHAPE).cuda()).eval() for a in ("eager", "sdpa"))
+    fastlm.patch_model(ours, strict=True)
+    batch = {k: v.cuda() for k, v in tiny.padded_batch("left").items() if k != "labels"}
+    settings = dict(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=3)
+    assert torch.equal(ours.generate(**batch, **settings), stock.generate(**batch, **settings))
