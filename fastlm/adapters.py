@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,13 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PEFT model; any other model itself."""
+    """The transformers model inside a PEFT model; any other model itself.
+
+    Raises:
+        TypeError: if it is no module at all.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model is needed, got {type(model).__name__}. from_pretrained returns two things: model, tokenizer")
     return model.get_base_model() if is_peft_model(model) else model
 
 
@@ -214,19 +221,49 @@ def lora_config(model: nn.Module, settings: dict[str, Any], others: dict[str, An
     targets = settings["target_modules"]
     if not targets:
         raise ValueError(f"target_modules is empty: name some of {_linear_names(model)}, or 'all-linear'")
-    names = [name for name, _ in model.named_modules()]
-    if not isinstance(targets, str):
-        unknown = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
-        if unknown:
-            raise ValueError(f"target_modules {unknown} are not in this model: its linear layers are {_linear_names(model)}")
-    for name in settings["modules_to_save"] or ():
-        if not any(n == name or n.endswith(f".{name}") for n in names):
-            raise ValueError(f"modules_to_save {name!r} is not in this model")
-    config_class = peft().LoraConfig
-    unknown = sorted(set(others) - set(config_class.__dataclass_fields__))
+    unknown = _unknown_targets(model, targets)
     if unknown:
-        raise TypeError(f"get_peft_model() got an unexpected keyword argument {unknown[0]!r}")
+        raise ValueError(
+            f"target_modules {unknown} are no layers of this model that an adapter can sit on: its linear layers are "
+            f"{_linear_names(model)}. 'all-linear' takes all of them; another string is a regular expression over whole names"
+        )
+    n_layers = model.config.get_text_config().num_hidden_layers
+    outside = [i for i in settings["layers_to_transform"] or () if not 0 <= i < n_layers]
+    if outside:
+        raise ValueError(f"layers_to_transform {outside} are not in this model: its layers are 0..{n_layers - 1}")
+    if settings["layers_pattern"] and settings["layers_to_transform"] is None:
+        raise ValueError(f"layers_pattern={settings['layers_pattern']!r} needs layers_to_transform, the numbers of the layers")
+    names = [name for name, _ in model.named_modules()]
+    for name in settings["modules_to_save"] or ():
+        if not any(_is_named(n, name) for n in names):
+            raise ValueError(f"modules_to_save {name!r} is not in this model: its top-level modules are {_top_names(model)}")
+    config_class = peft().LoraConfig
+    foreign = sorted(set(others) - set(config_class.__dataclass_fields__))
+    if foreign:
+        raise TypeError(f"get_peft_model() got an unexpected keyword argument {foreign[0]!r}")
+    task = others.get("task_type", "CAUSAL_LM")
+    if task not in ("CAUSAL_LM", None):
+        raise ValueError(f"task_type must be 'CAUSAL_LM' for a causal language model, got {task!r}")
     return config_class(**{"task_type": "CAUSAL_LM", **settings, **others})
+
+
+def _is_named(full: str, name: str) -> bool:
+    """peft's rule: a name stands for every module whose dotted name is it or ends with it."""
+    return full == name or full.endswith(f".{name}")
+
+
+def _unknown_targets(model: nn.Module, targets: str | list[str]) -> list[str]:
+    """Those targets that stand for no layer with a matrix: nothing that peft could adapt."""
+    layers = [name for name, m in model.named_modules() if isinstance(m.__dict__["_parameters"].get("weight"), Tensor) and m.weight.ndim > 1]
+    if not isinstance(targets, str):
+        return [target for target in targets if not any(_is_named(name, target) for name in layers)]
+    if targets == "all-linear":
+        return []
+    try:
+        is_found = any(re.fullmatch(targets, name) for name in layers)
+    except re.error as error:
+        raise ValueError(f"target_modules {targets!r} is no regular expression: {error}") from error
+    return [] if is_found else [targets]
 
 
 def add_adapter(model: nn.Module, config: Any) -> nn.Module:

@@ -16,10 +16,17 @@ from fastlm import adapters, binding, loading, tokenization, trainers
 from fastlm.config import (
     NOT_SUPPORTED,
     NOT_SUPPORTED_PEFT,
+    WITHOUT_EFFECT,
+    WITHOUT_EFFECT_PEFT,
     LoadConfig,
+    check_flags,
+    check_lora,
+    check_seed,
+    lora_settings,
     parse_checkpointing,
     parse_dtype,
     parse_mode,
+    parse_rope,
     reject_unknown,
 )
 from fastlm.export.merge import save_pretrained_merged
@@ -27,7 +34,6 @@ from fastlm.export.merge import save_pretrained_merged
 logger = logging.getLogger(__name__)
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-MAX_RANK = 4096
 
 
 def patch_model(model: nn.Module, strict: bool = False) -> nn.Module:
@@ -75,15 +81,6 @@ def _bind_methods(model: nn.Module) -> None:
 def _seed(random_state: int) -> None:
     random.seed(random_state)
     torch.manual_seed(random_state)
-
-
-def _checked_rank(r: Any, alpha: Any, dropout: Any) -> None:
-    if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= MAX_RANK:
-        raise ValueError(f"r must be an integer in 1..{MAX_RANK}, got {r!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < float("inf"):
-        raise ValueError(f"lora_alpha must be a positive number, got {alpha!r}")
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"lora_dropout must be in [0, 1), got {dropout!r}")
 
 
 class FastLanguageModel:
@@ -139,29 +136,34 @@ class FastLanguageModel:
             ValueError, TypeError, NotImplementedError, FileNotFoundError, ImportError: before anything is loaded, saying what
                 was received and what to do.
         """
-        reject_unknown("from_pretrained", others, NOT_SUPPORTED)
+        reject_unknown("from_pretrained", others, NOT_SUPPORTED, WITHOUT_EFFECT)
         if not isinstance(model_name, (str, os.PathLike)):
             raise TypeError(f"model_name must be a hub id or a path, got {type(model_name).__name__}")
+        modes = (load_in_4bit, load_in_8bit, load_in_16bit, full_finetuning)
         config = LoadConfig(
             model_name=os.fspath(model_name),
-            mode=parse_mode(load_in_4bit, load_in_8bit, load_in_16bit, full_finetuning),
+            mode=parse_mode(*modes),
+            has_mode=any(flag is not None for flag in modes),
             dtype=parse_dtype(dtype),
             max_seq_length=max_seq_length,
-            rope_scaling=rope_scaling,
+            rope_scaling=parse_rope(rope_scaling),
             token=token,
             device_map=None if device_map == "sequential" else device_map,
             trust_remote_code=trust_remote_code,
             revision=revision,
-            attn_implementation=attn_implementation,
+            # the name of what fastlm chooses anyway
+            attn_implementation=None if attn_implementation == "fastlm" else attn_implementation,
             use_safetensors=use_safetensors,
             local_files_only=local_files_only,
             cache_dir=cache_dir,
         )
         checkpointing = parse_checkpointing(use_gradient_checkpointing)
+        check_flags(strict=strict)
+        check_seed(random_state)
         if lora_alpha is not None and lora_r is None:
             raise ValueError(f"lora_alpha={lora_alpha} was given without lora_r: give both, or call get_peft_model")
         if lora_r is not None:
-            _checked_rank(lora_r, lora_alpha if lora_alpha is not None else lora_r, 0.0)
+            check_lora(lora_r, lora_alpha if lora_alpha is not None else lora_r, 0.0)
             if config.mode == "full":
                 raise ValueError("lora_r and full_finetuning=True exclude each other: choose one")
         source = loading.resolve(config)
@@ -169,8 +171,9 @@ class FastLanguageModel:
             raise ValueError(f"{config.model_name} is an adapter already: leave lora_r out to go on training it")
         if source.adapter is not None and config.mode == "full":
             raise ValueError(f"{config.model_name} is an adapter: full_finetuning=True needs the directory of a whole model")
-        model, length = loading.load_model(config, source)
+        # before the weights: what is wrong with a tokenizer shows at once
         tokenizer = loading.load_tokenizer(config, source)
+        model, length = loading.load_model(config, source)
         tokenization.choose_padding(tokenizer, model.get_input_embeddings().weight.shape[0])
         tokenization.one_begin_token(tokenizer)
         if source.adapter is not None:
@@ -179,7 +182,7 @@ class FastLanguageModel:
             model.requires_grad_(True)
         else:
             model.requires_grad_(False)
-        binding.patch(model, strict=strict, keep_attention=attn_implementation is not None)
+        binding.patch(model, strict=strict, keep_attention=config.attn_implementation is not None)
         trainers.serve_head(model)
         _bind_methods(model)
         state = binding.state_of(model)
@@ -233,24 +236,23 @@ class FastLanguageModel:
         Raises:
             ValueError, TypeError: for bad values, unknown targets, a second adapter, or a model loaded for full fine-tuning.
         """
+        if not loading.is_causal_lm(adapters.base_model(model)):
+            raise TypeError(f"a causal language model of transformers is needed, got {type(model).__name__}")
         checkpointing = parse_checkpointing(use_gradient_checkpointing)
-        _checked_rank(r, lora_alpha, lora_dropout)
-        others = {k: v for k, v in others.items() if k != "max_seq_length"}
-        unsupported = {k: v for k, v in others.items() if k in NOT_SUPPORTED_PEFT}
-        reject_unknown("get_peft_model", unsupported, NOT_SUPPORTED_PEFT)
+        check_seed(random_state)
+        of_peft = {k: v for k, v in others.items() if k not in NOT_SUPPORTED_PEFT and k not in WITHOUT_EFFECT_PEFT}
+        not_of_peft = {k: v for k, v in others.items() if k not in of_peft}
+        reject_unknown("get_peft_model", not_of_peft, NOT_SUPPORTED_PEFT, WITHOUT_EFFECT_PEFT)
+        settings = lora_settings(
+            r, target_modules, lora_alpha, lora_dropout, bias, layers_to_transform, use_rslora, use_dora, modules_to_save,
+            init_lora_weights, loftq_config,
+        )  # fmt: skip
         if adapters.has_adapter(model):
             raise ValueError("the model has an adapter already: train it, or load the base model again for another one")
         state = binding.state_of(model)
         if state is not None and state.is_full:
             raise ValueError("the model was loaded with full_finetuning=True: train it without an adapter")
-        settings = dict(
-            r=r, target_modules=target_modules if isinstance(target_modules, str) else list(target_modules),
-            lora_alpha=lora_alpha, lora_dropout=lora_dropout, bias=bias, layers_to_transform=layers_to_transform,
-            layers_pattern=layers_pattern, use_rslora=use_rslora, use_dora=use_dora,
-            modules_to_save=None if modules_to_save is None else list(modules_to_save),
-            init_lora_weights=init_lora_weights, **({} if not loftq_config else dict(loftq_config=dict(loftq_config))),
-        )  # fmt: skip
-        config = adapters.lora_config(model, settings, {k: v for k, v in others.items() if k not in unsupported})
+        config = adapters.lora_config(model, settings | dict(layers_pattern=layers_pattern), of_peft)
         _seed(random_state)
         wrapped = adapters.add_adapter(model, config)
         strict = state is not None and state.strict
@@ -265,8 +267,9 @@ class FastLanguageModel:
     @staticmethod
     def for_training(model: nn.Module, use_gradient_checkpointing: bool | str | None = None) -> nn.Module:
         """Put the model in training mode. `use_gradient_checkpointing`: as in `from_pretrained`; None leaves it as it is."""
+        base = adapters.base_model(model)
         if use_gradient_checkpointing is not None:
-            binding.set_checkpointing(adapters.base_model(model), parse_checkpointing(use_gradient_checkpointing))
+            binding.set_checkpointing(base, parse_checkpointing(use_gradient_checkpointing))
         return model.train()
 
     @staticmethod

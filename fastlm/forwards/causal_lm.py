@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -14,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from fastlm import adapters
 from fastlm.patching import Fallback, patch_of
 from fastlm_kernels.cross_entropy import cross_entropy
-from fastlm_kernels.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+from fastlm_kernels.linear_cross_entropy import TokenStats, linear_cross_entropy, linear_log_probs
 
 IGNORE_INDEX = -100
 # Keyword under which a trainer asks for per-token statistics instead of logits; its value builds the output from them.
@@ -56,11 +57,14 @@ class CausalLMOutput(CausalLMOutputWithPast):
         return self.to_tuple()[key]
 
 
-def _shifted(hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Hidden states and the label that each predicts. hidden [B, S, D], labels [B, S]."""
+def _targets(labels: Tensor | None, shift_labels: Tensor | None, device: torch.device) -> Tensor:
+    """The label that each position predicts, [B, S]; the last position of a row has none.
+
+    Labels are moved instead of the hidden states cut, which would copy them.
+    """
     if shift_labels is not None:
-        return hidden, shift_labels.to(hidden.device)
-    return hidden[:, :-1], labels[:, 1:].to(hidden.device)
+        return shift_labels.to(device)
+    return F.pad(labels[:, 1:].to(device), (0, 1), value=IGNORE_INDEX)
 
 
 def _denominator(labels: Tensor, num_items_in_batch: Any) -> Any:
@@ -133,14 +137,17 @@ def forward(
         backbone_inputs["use_cache"] = bool(use_cache) and token_output is None
     outputs = self.base_model(**backbone_inputs, **kwargs)
     hidden = outputs.last_hidden_state
-    states, targets = _shifted(hidden, labels, shift_labels)
-    read = _head(self, states)
+    targets = _targets(labels, shift_labels, hidden.device)
+    read = _head(self, hidden)
     if token_output is not None:
         if isinstance(read, str):
             raise RuntimeError(f"per-token statistics were asked for, but {read}")
         stats = linear_log_probs(read[0], read[1], targets, bias=read[2], with_entropy=True, with_top1=True)
         loss = -stats.log_probs.sum() / _denominator(targets, num_items_in_batch)
-        return token_output(loss=loss, statistics=stats, label_mask=targets != IGNORE_INDEX)
+        # the trainer's fields have no place for the last position, whose label is nobody's unless it was given shifted
+        kept = slice(None) if shift_labels is not None else slice(0, -1)
+        fields = TokenStats(*(None if field is None else field[:, kept] for field in stats))
+        return token_output(loss=loss, statistics=fields, label_mask=targets[:, kept] != IGNORE_INDEX)
     logits: Any
     if self.training and not isinstance(read, str):
         loss = linear_cross_entropy(read[0], read[1], targets, bias=read[2], reduction="sum")
@@ -149,8 +156,7 @@ def forward(
         if isinstance(read, str):
             patch.fell_back(read)
         logits = self.lm_head(hidden)
-        scores = logits if shift_labels is not None else logits[:, :-1]
-        loss = cross_entropy(scores.reshape(-1, scores.shape[-1]), targets.reshape(-1)).sum()
+        loss = cross_entropy(logits, targets).sum()
     output = CausalLMOutput(loss=loss / _denominator(targets, num_items_in_batch))
     # set one by one, in transformers' order: its constructor would read the logits
     for name, value in (

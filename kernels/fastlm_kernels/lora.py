@@ -128,5 +128,5 @@ CASE = Case(
     shapes=_SHAPES,
     gradients=("x", "b0", "a0", "c0", "b1", "a1", "c1", "b2", "a2", "c2"),
     strided=strided_inputs,
-    draws=4,
+    draws=16,
 )

@@ -144,5 +144,5 @@ CASE = Case(
     shapes={"typical": (2, 12, 32, 48, 4), "odd": (7, 33, 21, 3), "one-row": (1, 32, 16, 4), "empty": (0, 32, 16, 4)},
     gradients=("x", "b0", "a0", "c0", "b1", "a1", "c1", "b2", "a2", "c2"),
     strided=strided_inputs,
-    draws=4,
+    draws=16,
 )
