@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import re
 import sys
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from fastlm import loading, quant
 from fastlm_kernels.lora import Projection
+
+logger = logging.getLogger(__name__)
 
 
 def peft() -> Any:
@@ -36,7 +39,9 @@ def base_model(model: nn.Module) -> nn.Module:
         TypeError: if it is no module at all.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a model is needed, got {type(model).__name__}. from_pretrained returns two things: model, tokenizer")
+        raise TypeError(
+            f"a model is needed, got {type(model).__name__}. from_pretrained returns two things: model, tokenizer"
+        )
     return model.get_base_model() if is_peft_model(model) else model
 
 
@@ -129,7 +134,13 @@ def view_linear(module: nn.Module, x: Tensor) -> LinearView | str:
                 if name in module.lora_variant:
                     return f"adapter {name!r} is a LoRA variant ({type(module.lora_variant[name]).__name__})"
                 a, b = module.lora_A[name], module.lora_B[name]
-                if type(a) is not nn.Linear or type(b) is not nn.Linear or b.bias is not None or has_hooks(a) or has_hooks(b):
+                if (
+                    type(a) is not nn.Linear
+                    or type(b) is not nn.Linear
+                    or b.bias is not None
+                    or has_hooks(a)
+                    or has_hooks(b)
+                ):
                     return f"adapter {name!r} is more than two plain matrices"
                 if not module.cast_input_dtype_enabled:
                     return "its input cast is switched off"
@@ -227,16 +238,20 @@ def lora_config(model: nn.Module, settings: dict[str, Any], others: dict[str, An
             f"target_modules {unknown} are no layers of this model that an adapter can sit on: its linear layers are "
             f"{_linear_names(model)}. 'all-linear' takes all of them; another string is a regular expression over whole names"
         )
-    n_layers = model.config.get_text_config().num_hidden_layers
-    outside = [i for i in settings["layers_to_transform"] or () if not 0 <= i < n_layers]
-    if outside:
-        raise ValueError(f"layers_to_transform {outside} are not in this model: its layers are 0..{n_layers - 1}")
+    if settings["layers_to_transform"]:
+        n_layers = model.config.get_text_config().num_hidden_layers
+        outside = [i for i in settings["layers_to_transform"] if not 0 <= i < n_layers]
+        if outside:
+            raise ValueError(f"layers_to_transform {outside} are not in this model: its layers are 0..{n_layers - 1}")
     if settings["layers_pattern"] and settings["layers_to_transform"] is None:
-        raise ValueError(f"layers_pattern={settings['layers_pattern']!r} needs layers_to_transform, the numbers of the layers")
+        raise ValueError(
+            f"layers_pattern={settings['layers_pattern']!r} needs layers_to_transform, the numbers of the layers"
+        )
     names = [name for name, _ in model.named_modules()]
     for name in settings["modules_to_save"] or ():
         if not any(_is_named(n, name) for n in names):
-            raise ValueError(f"modules_to_save {name!r} is not in this model: its top-level modules are {_top_names(model)}")
+            owners = sorted({n.split(".")[-2] for n, _ in model.named_parameters(remove_duplicate=False)})
+            raise ValueError(f"modules_to_save {name!r} is not in this model: its modules with weights are {owners}")
     config_class = peft().LoraConfig
     foreign = sorted(set(others) - set(config_class.__dataclass_fields__))
     if foreign:
@@ -254,7 +269,8 @@ def _is_named(full: str, name: str) -> bool:
 
 def _unknown_targets(model: nn.Module, targets: str | list[str]) -> list[str]:
     """Those targets that stand for no layer with a matrix: nothing that peft could adapt."""
-    layers = [name for name, m in model.named_modules() if isinstance(m.__dict__["_parameters"].get("weight"), Tensor) and m.weight.ndim > 1]
+    weights = model.named_parameters(remove_duplicate=False)
+    layers = [name.removesuffix(".weight") for name, p in weights if name.endswith(".weight") and p.ndim > 1]
     if not isinstance(targets, str):
         return [target for target in targets if not any(_is_named(name, target) for name in layers)]
     if targets == "all-linear":
@@ -292,14 +308,21 @@ def load_adapter(model: nn.Module, name: str, config: Any) -> nn.Module:
         _grow_embeddings(model, saved or {})
     else:
         hub = dict(token=config.token, revision=config.revision, cache_dir=config.cache_dir)
-        if config.use_safetensors:
-            hub["use_safetensors"] = True
     try:
-        wrapped = package.PeftModel.from_pretrained(model, name, is_trainable=True, **hub)
-    except RuntimeError as error:
+        settings = package.PeftConfig.from_pretrained(name, **hub)
+        if settings.task_type not in ("CAUSAL_LM", None):
+            raise ValueError(f"it was made for the task {settings.task_type}, not CAUSAL_LM")
+        if settings.is_prompt_learning:
+            logger.warning("%s is a prompt, which peft loads for inference only: it cannot be trained on", name)
+        if config.use_safetensors and hub:
+            hub["use_safetensors"] = True
+        wrapped = package.PeftModel.from_pretrained(
+            model, name, is_trainable=not settings.is_prompt_learning, config=settings, **hub
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the adapter_config.json of {name!r} is damaged: {type(error).__name__} {error}") from error
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"the adapter {name!r} does not fit this base model: {_first_lines(error)}") from error
-    except ValueError as error:
-        raise ValueError(f"the adapter {name!r} does not fit this base model: {error}") from error
     if saved is not None:
         expected = package.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
         missing, foreign = sorted(set(expected) - set(saved)), sorted(set(saved) - set(expected))
@@ -316,6 +339,10 @@ def _first_lines(error: Exception) -> str:
 
 def _grow_embeddings(model: nn.Module, saved: dict[str, Any]) -> None:
     """Give the model as many embedding rows as the adapter was trained with: new tokens came with it."""
-    rows = {t["shape"][0] for key, t in saved.items() if key.endswith(("embed_tokens.weight", "lm_head.weight")) and "lora_" not in key}
+    rows = {
+        t["shape"][0]
+        for key, t in saved.items()
+        if key.endswith(("embed_tokens.weight", "lm_head.weight")) and "lora_" not in key
+    }
     if rows and max(rows) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(max(rows))

@@ -159,7 +159,9 @@ def parse_rope(rope_scaling: Any) -> dict[str, Any] | None:
         parameters["rope_type"] = parameters.pop("type")
     kind = parameters.get("rope_type")
     if kind not in _ROPE_TYPES:
-        raise ValueError(f"rope_scaling needs a 'rope_type', one of {', '.join(_ROPE_TYPES)}, got {dict(rope_scaling)!r}")
+        raise ValueError(
+            f"rope_scaling needs a 'rope_type', one of {', '.join(_ROPE_TYPES)}, got {dict(rope_scaling)!r}"
+        )
     missing = [name for name in _ROPE_TYPES[kind] if name not in parameters]
     if missing:
         raise ValueError(f"rope_scaling of type {kind!r} lacks {', '.join(missing)}: got {dict(rope_scaling)!r}")
@@ -279,7 +281,9 @@ def lora_settings(
     if bias not in _BIASES:
         raise ValueError(f"bias must be one of {', '.join(map(repr, _BIASES))}, got {bias!r}")
     if not isinstance(init_lora_weights, (bool, str)):
-        raise ValueError(f"init_lora_weights must be True, False or the name of one of PEFT's methods, got {init_lora_weights!r}")
+        raise ValueError(
+            f"init_lora_weights must be True, False or the name of one of PEFT's methods, got {init_lora_weights!r}"
+        )
     if loftq_config is not None and not isinstance(loftq_config, Mapping):
         raise ValueError(f"loftq_config must be a dict or None, got {loftq_config!r}")
     if not isinstance(target_modules, str):
@@ -287,7 +291,9 @@ def lora_settings(
     if layers_to_transform is not None:
         layers = [layers_to_transform] if isinstance(layers_to_transform, int) else layers_to_transform
         if isinstance(layers, str) or not isinstance(layers, Iterable) or not all(type(i) is int for i in layers):
-            raise ValueError(f"layers_to_transform must be a layer's number or a list of them, got {layers_to_transform!r}")
+            raise ValueError(
+                f"layers_to_transform must be a layer's number or a list of them, got {layers_to_transform!r}"
+            )
         layers_to_transform = list(layers)
     settings = dict(
         r=r, target_modules=target_modules, lora_alpha=lora_alpha, lora_dropout=lora_dropout, bias=bias,

@@ -6,8 +6,8 @@ import copy
 import json
 import logging
 import os
+import re
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,19 +49,21 @@ def resolve(config: LoadConfig) -> Source:
 
     Raises:
         FileNotFoundError: for a path that does not exist or a directory without a model.
+        ValueError: if a config file in it is damaged.
     """
     name = config.model_name
     directory = _directory(name)
-    if directory is None and (os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"there is no directory {name!r}: give an existing directory or a hub id like 'org/model'")
-    if directory is not None:
+    if directory is None:
+        _check_hub_id(name)
+    else:
         files = set(os.listdir(directory))
         if "adapter_config.json" not in files:
             if "config.json" not in files:
                 raise FileNotFoundError(f"{directory} holds neither config.json nor adapter_config.json")
+            read_json(os.path.join(directory, "config.json"))
             return Source(directory, None, True)
         settings = read_json(os.path.join(directory, "adapter_config.json"))
-    else:
+    if directory is None:
         found = find_adapter_config_file(
             name, cache_dir=config.cache_dir, token=config.token, revision=config.revision,
             local_files_only=config.local_files_only,
@@ -70,12 +72,38 @@ def resolve(config: LoadConfig) -> Source:
             return Source(name, None, False)
         settings = read_json(found)
     base = settings.get("base_model_name_or_path")
-    if not base:
-        raise ValueError(f"adapter_config.json of {name!r} does not name its base model (base_model_name_or_path)")
+    if not base or not isinstance(base, str):
+        raise ValueError(
+            f"adapter_config.json of {name!r} does not name its base model: base_model_name_or_path is {base!r}"
+        )
     base_directory = _directory(base)
-    if base_directory is None and os.path.isabs(base):
-        raise FileNotFoundError(f"the adapter {name!r} was trained on {base!r}, which does not exist here")
+    if base_directory is None:
+        try:
+            _check_hub_id(base)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"the adapter {name!r} was trained on {base!r}, which does not exist here: put the model there, or write where "
+                "it lies into base_model_name_or_path of adapter_config.json"
+            ) from error
+    else:
+        read_json(os.path.join(base_directory, "config.json"))
     return Source(base_directory or base, directory or name, base_directory is not None)
+
+
+# What the hub takes as a name: github.com/huggingface/huggingface_hub, validate_repo_id
+_HUB_ID = re.compile(r"(?![-.])[\w.-]+(/(?![-.])[\w.-]+)?", re.ASCII)
+
+
+def _check_hub_id(name: str) -> None:
+    """Raises FileNotFoundError for a name that can only be a path, and that is no directory."""
+    if os.path.isfile(os.path.expanduser(name)):
+        raise FileNotFoundError(
+            f"{name!r} is a file: give the directory that holds it, with its config.json and tokenizer"
+        )
+    if not _HUB_ID.fullmatch(name):
+        raise FileNotFoundError(
+            f"there is no directory {name!r}: give an existing directory or a hub id like 'org/model'"
+        )
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -104,15 +132,21 @@ def safetensors_header(path: str) -> dict[str, Any]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= size - 8:
-            raise ValueError(f"{path} is damaged: {size} bytes that do not start with a safetensors header. Download or save it again")
+            raise ValueError(
+                f"{path} is damaged: {size} bytes that do not start with a safetensors header. Download or save it again"
+            )
         try:
             header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            header.pop("__metadata__", None)
+            end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+            # no JSON, or JSON of another shape
             raise ValueError(f"{path} is damaged: its safetensors header cannot be read ({error})") from error
-    header.pop("__metadata__", None)
-    needed = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    needed = 8 + length + end
     if size != needed:
-        raise ValueError(f"{path} is damaged: {size} bytes, but its header describes {needed}. Download or save it again")
+        raise ValueError(
+            f"{path} is damaged: {size} bytes, but its header describes {needed}. Download or save it again"
+        )
     return header
 
 
@@ -131,7 +165,10 @@ def check_weights(directory: str, stem: str, allow_pickle: bool) -> None:
     files = sorted(os.listdir(directory))
     index = os.path.join(directory, f"{stem}.safetensors.index.json")
     if os.path.exists(index):
-        wanted = sorted(set(read_json(index).get("weight_map", {}).values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} is damaged: it holds no weight_map")
+        wanted = sorted(set(map(str, weight_map.values())))
         missing = [name for name in wanted if name not in files]
         if missing:
             raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which {os.path.basename(index)} names")
@@ -167,43 +204,74 @@ def choose_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return dtype or (torch.bfloat16 if major >= 8 else torch.float16)
 
 
-def _scaled_rope(text_config: Any, rope_scaling: Mapping[str, Any], window: int, max_seq_length: int | None) -> None:
-    """Put the user's RoPE parameters into the config and widen its window to what they allow."""
-    parameters = dict(rope_scaling)
-    if "type" in parameters:
-        parameters["rope_type"] = parameters.pop("type")
-    if "rope_type" not in parameters:
-        raise ValueError(f"rope_scaling needs a 'rope_type', got {dict(rope_scaling)!r}")
-    parameters.setdefault("rope_theta", text_config.rope_parameters["rope_theta"])
-    if parameters["rope_type"] in ("yarn", "llama3", "longrope"):
-        parameters.setdefault("original_max_position_embeddings", window)
-    factor = float(parameters.get("factor", 1.0))
-    if max_seq_length is not None and max_seq_length > window * max(factor, 1.0):
+# Types that know the length they were made for; "dynamic" takes it from the config's window, which must therefore stay.
+_WITH_ORIGINAL = ("yarn", "llama3", "longrope")
+
+
+def _scaled_rope(text_config: Any, rope_scaling: dict[str, Any], window: int, max_seq_length: int | None) -> int:
+    """Put the user's RoPE parameters into the config. Returns the window that they allow.
+
+    Raises:
+        ValueError: if `max_seq_length` is beyond it, or the model's layers rotate in different ways.
+    """
+    before = text_config.rope_parameters
+    if "rope_theta" not in before:
         raise ValueError(
-            f"max_seq_length={max_seq_length} is more than the model's {window} tokens times factor={factor:g} of rope_scaling"
+            f"rope_scaling cannot be set for {text_config.model_type!r}: its layers rotate in ways of their own"
+        )
+    kept = {name: before[name] for name in ("rope_theta", "partial_rotary_factor") if name in before}
+    parameters = kept | rope_scaling
+    reach, kind = window, parameters["rope_type"]
+    if kind in _WITH_ORIGINAL:
+        reach = parameters.setdefault(
+            "original_max_position_embeddings", before.get("original_max_position_embeddings", window)
+        )
+    factor = parameters.get("factor", 1.0)
+    widened = max(window, int(reach * factor))
+    if max_seq_length is not None and max_seq_length > widened:
+        raise ValueError(
+            f"max_seq_length={max_seq_length} is more than the {widened} tokens that rope_scaling allows: factor={factor:g} "
+            f"times {reach}. Pass a larger factor"
         )
     text_config.rope_parameters = parameters
-    text_config.max_position_embeddings = max(window, int(window * factor))
+    if kind != "dynamic":
+        text_config.max_position_embeddings = widened
+    return widened
 
 
-def _config(config: LoadConfig, source: Source, common: dict[str, Any]) -> tuple[Any, int]:
-    """The model's config with the requested window, and the longest row to expect."""
-    model_config = AutoConfig.from_pretrained(source.model, **common)
+def _config(config: LoadConfig, source: Source, common: dict[str, Any]) -> tuple[Any, int | None]:
+    """The model's config with the requested window, and the longest row to expect; None if the model has no window."""
+    try:
+        model_config = AutoConfig.from_pretrained(source.model, **common)
+    except OSError as error:
+        if source.is_local:
+            raise
+        whose = f", the base model of the adapter {source.adapter!r}," if source.adapter is not None else ""
+        raise OSError(
+            f"{source.model!r}{whose} is no directory here and cannot be had from the hub: {error}"
+        ) from error
     text_config = model_config.get_text_config()
-    window = text_config.max_position_embeddings
+    # a config has the settings of its own kind of model only: some take rows of any length, some have no RoPE
+    window = getattr(text_config, "max_position_embeddings", None)
     length = config.max_seq_length
     if config.rope_scaling is not None:
-        _scaled_rope(text_config, config.rope_scaling, window, length)
-    elif length is not None and length > window:
+        if window is None or not getattr(text_config, "rope_parameters", None):
+            raise ValueError(
+                f"rope_scaling cannot be set for {source.model}: a {text_config.model_type!r} model has no RoPE"
+            )
+        window = _scaled_rope(text_config, config.rope_scaling, window, length)
+    elif length is not None and window is not None and length > window:
         raise ValueError(
             f"max_seq_length={length} is more than the {window} tokens that {source.model} was trained for. "
             f"Pass at most {window}, or say how to stretch its positions, as in rope_scaling={{'rope_type': 'linear', "
             f"'factor': {-(-length // window)}.0}}"
         )
-    return model_config, length or text_config.max_position_embeddings
+    return model_config, length or window
 
 
-def _quantization(config: LoadConfig, model_config: Any, dtype: torch.dtype, source: Source) -> BitsAndBytesConfig | None:
+def _quantization(
+    config: LoadConfig, model_config: Any, dtype: torch.dtype, source: Source
+) -> BitsAndBytesConfig | None:
     """What to quantize with while loading; None for 16-bit loads and for checkpoints that are quantized already."""
     stored = getattr(model_config, "quantization_config", None)
     if stored is not None:
@@ -213,9 +281,12 @@ def _quantization(config: LoadConfig, model_config: Any, dtype: torch.dtype, sou
             quant.bitsandbytes()
             four = stored.get("load_in_4bit") if isinstance(stored, dict) else stored.load_in_4bit
             bits = "4bit" if four else "8bit"
-            if config.mode in ("16bit", "full") or (config.mode == "8bit") != (bits == "8bit"):
+            if config.has_mode and config.mode != bits:
+                asked = {"16bit": "16 bit", "full": "16 bit to train all of it", "4bit": "4 bit", "8bit": "8 bit"}[
+                    config.mode
+                ]
                 raise ValueError(
-                    f"{source.model} is stored in {bits.replace('bit', ' bit')} and cannot be loaded as {config.mode}: "
+                    f"{source.model} is stored in {bits.replace('bit', ' bit')} and cannot be loaded in {asked}: "
                     "leave the load_in_… flags out, or load a 16-bit checkpoint"
                 )
         return None
@@ -252,25 +323,54 @@ def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int
         check_weights(source.model, "model", allow_pickle=not config.use_safetensors)
     model_config, length = _config(config, source, common)
     quantization = _quantization(config, model_config, dtype, source)
-    device_map = config.device_map
-    if device_map is None and torch.cuda.is_available():
-        device_map = {"": torch.cuda.current_device()}
     attention = config.attn_implementation
     if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None:
         # transformers' SDPA attention drops the soft-cap of the scores
         attention = "eager"
-    model = AutoModelForCausalLM.from_pretrained(
+    model, info = AutoModelForCausalLM.from_pretrained(
         source.model,
         config=model_config,
         dtype=dtype,
-        device_map=device_map,
+        device_map=_device_map(config.device_map),
         quantization_config=quantization,
         attn_implementation=attention,
-        use_safetensors=None if not config.use_safetensors else True,
+        use_safetensors=True if config.use_safetensors else None,
+        # not to go on with them, but to say which they are
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
         **common,
     )
+    _check_fit(source.model, model, info)
     quant.keep_cpu_layout(model)
     return model, length
+
+
+def _device_map(device_map: Any) -> Any:
+    """Where the model goes: as asked for, or to the current GPU where there is one.
+
+    Raises:
+        ValueError: if it is to go to a GPU and PyTorch sees none.
+    """
+    if torch.cuda.is_available():
+        return {"": torch.cuda.current_device()} if device_map is None else device_map
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if any(isinstance(place, int) or str(place).startswith("cuda") for place in places):
+        raise ValueError(
+            f"device_map={device_map!r} asks for a GPU, and PyTorch sees none here: leave device_map out to load on the CPU"
+        )
+    return device_map
+
+
+def _check_fit(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raises ValueError where the checkpoint does not fill the model: transformers would go on with random values."""
+    wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
+    wrong += [f"{key} is {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in sorted(info["mismatched_keys"])]
+    wrong += [f"{key}.weight is {found}, not {wanted}" for key, found, wanted in quant.misshapen(model)]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"the weights in {name} are not those of the model that its config.json describes: {wrong[0]}{more}"
+        )
 
 
 def load_tokenizer(config: LoadConfig, source: Source) -> Any:
@@ -280,18 +380,51 @@ def load_tokenizer(config: LoadConfig, source: Source) -> Any:
         directory = _directory(source.adapter)
         if directory is not None and "tokenizer_config.json" in os.listdir(directory):
             where, is_local = directory, True
-    return AutoTokenizer.from_pretrained(
-        where,
-        trust_remote_code=config.trust_remote_code,
-        local_files_only=is_local or config.local_files_only,
-        token=None if is_local else config.token,
-        cache_dir=config.cache_dir,
-        revision=config.revision if where == config.model_name else None,
-    )
+    try:
+        return AutoTokenizer.from_pretrained(
+            where,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=is_local or config.local_files_only,
+            token=None if is_local else config.token,
+            cache_dir=config.cache_dir,
+            revision=config.revision if where == config.model_name else None,
+        )
+    except Exception as error:
+        # what the tokenizers library raises has no type of its own and names no file
+        if is_local:
+            _explain_tokenizer(where, error)
+        raise
+
+
+def _explain_tokenizer(directory: str, error: Exception) -> None:
+    """Raises a clearer error than transformers' where the files show what is wrong.
+
+    Raises:
+        FileNotFoundError: if there is no tokenizer.
+        ValueError: naming the damaged file.
+    """
+    files = [
+        name
+        for name in sorted(os.listdir(directory))
+        if name.startswith(("tokenizer", "vocab", "merges", "spiece", "sentencepiece"))
+    ]
+    if not files:
+        raise FileNotFoundError(
+            f"{directory} holds no tokenizer: save it there with tokenizer.save_pretrained"
+        ) from error
+    for name in files:
+        if name.endswith(".json"):
+            read_json(os.path.join(directory, name))
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is not None
+    """Whether this is a model of transformers that predicts the next token of the row that it reads."""
+    return (
+        isinstance(model, PreTrainedModel)
+        and model.can_generate()
+        and not model.config.is_encoder_decoder
+        and model.get_output_embeddings() is not None
+    )
 
 
 def own_config(root: nn.Module, model: PreTrainedModel) -> Any:

@@ -170,7 +170,9 @@ class FastLanguageModel:
         if source.adapter is not None and lora_r is not None:
             raise ValueError(f"{config.model_name} is an adapter already: leave lora_r out to go on training it")
         if source.adapter is not None and config.mode == "full":
-            raise ValueError(f"{config.model_name} is an adapter: full_finetuning=True needs the directory of a whole model")
+            raise ValueError(
+                f"{config.model_name} is an adapter: full_finetuning=True needs the directory of a whole model"
+            )
         # before the weights: what is wrong with a tokenizer shows at once
         tokenizer = loading.load_tokenizer(config, source)
         model, length = loading.load_model(config, source)

@@ -76,6 +76,20 @@ def keep_cpu_layout(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def misshapen(model: nn.Module) -> list[tuple[str, tuple[int, ...], tuple[int, int]]]:
+    """Name, shape and wanted shape of the quantized layers whose weights came from a model of another size.
+
+    transformers compares shapes only where it does not quantize.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if is_8bit(module) or (is_4bit(module) and module.weight.quant_state is not None):
+            shape = tuple(module.weight.shape if is_8bit(module) else module.weight.quant_state.shape)
+            if shape != (module.out_features, module.in_features):
+                found.append((name, shape, (module.out_features, module.in_features)))
+    return found
+
+
 # Views of weights that do not change, so that each is checked once: by layer, with the state that it was made from.
 _NF4_WEIGHTS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, NF4Weight]] = weakref.WeakKeyDictionary()
 

@@ -45,10 +45,9 @@ def test_sft_trainer(tmp_path, lora, batch):
     ids=lambda s: next(iter(s)),
 )
 @pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated")
-def test_losses_and_embedding_noise(tmp_path, loss):
-    usual = training.train(training.sft(training.stock(), tmp_path))
+def test_losses_and_embedding_noise(tmp_path, usual_run, loss):
     want = training.train(training.sft(training.stock(), tmp_path, **loss))
-    assert abs(want[0]["loss"] - usual[0]["loss"]) > 1e-2, "the setting does nothing"
+    assert abs(want[0]["loss"] - usual_run[0]["loss"]) > 1e-2, "the setting does nothing"
     model = training.ours()
     training.assert_same_run(training.train(training.sft(model, tmp_path, **loss)), want)
     assert not any(row.fallback_calls for row in fastlm.report(model))
@@ -78,33 +77,13 @@ def test_only_completions_are_trained(tmp_path):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A tiny model on disk; its widths are whole quantization blocks, without which bitsandbytes decodes wrong values on a CPU."""
-    folder = tmp_path_factory.mktemp("tiny model")
-    tiny.model("llama", intermediate_size=128).save_pretrained(folder)
-    training.tokenizer().save_pretrained(folder)
-    return folder
-
-
-def four_bit_pair(checkpoint):
-    """Stock 4-bit with plain PEFT, and the facade's default load with the same adapter weights. Float32 compute."""
-    quantization = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    stock = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, quantization_config=quantization, attn_implementation="eager"
-    )
-    ours, _ = FastLanguageModel.from_pretrained(str(checkpoint), dtype=torch.float32, strict=True)
-    # the adapter is made by PEFT itself after patching, which `patch_model` takes in
-    return tiny.with_lora(stock), fastlm.patch_model(tiny.with_lora(ours), strict=True)
+    return training.save_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.mark.parametrize("batch", ["padded", "packed"])
 def test_four_bit(tmp_path, checkpoint, batch):
     pytest.importorskip("bitsandbytes")
-    stock, ours = four_bit_pair(checkpoint)
+    stock, ours = training.stock_4bit(checkpoint), training.load(checkpoint)
     want = training.train(training.sft(stock, tmp_path, **BATCHES[batch]))
     got = training.train(training.sft(ours, tmp_path, **BATCHES[batch]))
     assert all(p.dtype is torch.bfloat16 for p in ours.parameters() if p.requires_grad)
@@ -127,14 +106,11 @@ def test_get_trainer(tmp_path, checkpoint, as_dict):
             processing_class=training.tokenizer(),
         )
     )
-    loaded, tokenizer = FastLanguageModel.from_pretrained(
-        str(checkpoint), load_in_16bit=True, dtype=torch.float32, max_seq_length=128, strict=True
-    )
-    model = fastlm.patch_model(tiny.with_lora(loaded), strict=True)
+    model = training.load(checkpoint, load_in_16bit=True, max_seq_length=128)
     # what the dict leaves out is chosen: no mixed precision for a float32 model, the CPU where there is no GPU
     less = {name: value for name, value in settings.items() if name not in ("bf16", "use_cpu")}
     args = less if as_dict else trl.SFTConfig(**settings)
-    trainer = FastLanguageModel.get_trainer(model, training.rows(), args, processing_class=tokenizer)
+    trainer = FastLanguageModel.get_trainer(model, training.rows(), args, processing_class=training.tokenizer())
     assert type(trainer) is trl.SFTTrainer and trainer.args.max_length == (128 if as_dict else 1024)
     training.assert_same_run(training.train(trainer), want)
     training.assert_ran_fast(model)
@@ -166,14 +142,13 @@ def test_mixed_precision_around_float32_weights(tmp_path, lora):
     assert [entry["loss"] for entry in got] != [entry["loss"] for entry in exact]
 
 
-def test_mixed_precision_around_bfloat16_weights(tmp_path):
+def test_mixed_precision_around_bfloat16_weights(tmp_path, usual_run):
     """A bfloat16 model with PEFT's float32 adapters under bf16=True runs as blocks."""
-    exact = training.train(training.sft(training.stock(), tmp_path))
     model = training.ours(dtype=torch.bfloat16)
     got = training.train(training.sft(model, tmp_path, bf16=True))
     training.assert_ran_fast(model)
     # the base weights themselves are rounded to 8 bits
-    training.assert_same_run(got, exact, 5e-2, but=("mean_token_accuracy",))
+    training.assert_same_run(got, usual_run, 5e-2, but=("mean_token_accuracy",))
 
 
 def metrics(seen):

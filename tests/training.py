@@ -58,6 +58,36 @@ def ours(lora: bool = True, **over):
     return fastlm.patch_model(tiny.with_lora(made) if lora else made, strict=True)
 
 
+def save_base(folder) -> str:
+    """A base model with its tokenizer on disk.
+
+    Its widths are whole quantization blocks: bitsandbytes decodes other shapes to wrong values on a CPU.
+    """
+    tiny.model("llama", intermediate_size=128).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def stock_4bit(path: str):
+    """Plain transformers + bitsandbytes with float32 compute, in plain PEFT."""
+    quantization = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, quantization_config=quantization, attn_implementation="eager"
+    )
+    return tiny.with_lora(loaded)
+
+
+def load(path: str, **mode):
+    """The facade's float32 model, strict, in plain PEFT with the same adapter weights as the stock ones here."""
+    model, _ = fastlm.FastLanguageModel.from_pretrained(path, dtype=torch.float32, strict=True, **mode)
+    return fastlm.patch_model(tiny.with_lora(model), strict=True)
+
+
 def settings(folder, **args) -> dict:
     """Arguments of a quiet run of three float32 steps on the CPU that logs each of them."""
     return {
