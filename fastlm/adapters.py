@@ -320,7 +320,9 @@ def load_adapter(model: nn.Module, name: str, config: Any) -> nn.Module:
             model, name, is_trainable=not settings.is_prompt_learning, config=settings, **hub
         )
     except (KeyError, TypeError) as error:
-        raise ValueError(f"the adapter_config.json of {name!r} is damaged: {type(error).__name__} {error}") from error
+        raise ValueError(
+            f"the adapter_config.json of {name!r} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the adapter {name!r} does not fit this base model: {_first_lines(error)}") from error
     if saved is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -139,7 +139,7 @@ def check_seed(random_state: Any) -> None:
         raise ValueError(f"random_state must be an integer in 0..2**32-1, got {random_state!r}")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -157,7 +157,7 @@ def parse_rope(rope_scaling: Any) -> dict[str, Any] | None:
     parameters = dict(rope_scaling)
     if "type" in parameters:
         parameters["rope_type"] = parameters.pop("type")
-    kind = parameters.get("rope_type")
+    kind = str(parameters.get("rope_type"))
     if kind not in _ROPE_TYPES:
         raise ValueError(
             f"rope_scaling needs a 'rope_type', one of {', '.join(_ROPE_TYPES)}, got {dict(rope_scaling)!r}"
@@ -261,10 +261,11 @@ def check_lora(r: Any, lora_alpha: Any, lora_dropout: Any) -> None:
 
 
 def _names(argument: str, value: Any) -> list[str]:
-    names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [None]
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{argument} must be a list of names, got {value!r}")
-    return names
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        names = list(value)
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise ValueError(f"{argument} must be a list of names, got {value!r}")
 
 
 def lora_settings(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
 import os
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,9 +60,7 @@ def resolve(config: LoadConfig) -> Source:
     else:
         files = set(os.listdir(directory))
         if "adapter_config.json" not in files:
-            if "config.json" not in files:
-                raise FileNotFoundError(f"{directory} holds neither config.json nor adapter_config.json")
-            read_json(os.path.join(directory, "config.json"))
+            _check_model_directory(directory)
             return Source(directory, None, True)
         settings = read_json(os.path.join(directory, "adapter_config.json"))
     if directory is None:
@@ -86,8 +86,14 @@ def resolve(config: LoadConfig) -> Source:
                 "it lies into base_model_name_or_path of adapter_config.json"
             ) from error
     else:
-        read_json(os.path.join(base_directory, "config.json"))
+        _check_model_directory(base_directory)
     return Source(base_directory or base, directory or name, base_directory is not None)
+
+
+def _check_model_directory(directory: str) -> None:
+    if "config.json" not in os.listdir(directory):
+        raise FileNotFoundError(f"{directory} holds no config.json: it is not the directory of a model")
+    read_json(os.path.join(directory, "config.json"))
 
 
 # What the hub takes as a name: github.com/huggingface/huggingface_hub, validate_repo_id
@@ -239,6 +245,20 @@ def _scaled_rope(text_config: Any, rope_scaling: dict[str, Any], window: int, ma
     return widened
 
 
+@contextlib.contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """Says which name could not be had from the hub, and whose base model it is: the hub's own errors may not."""
+    try:
+        yield
+    except OSError as error:
+        if source.is_local:
+            raise
+        whose = f", the base model of the adapter {source.adapter!r}," if source.adapter is not None else ""
+        raise OSError(
+            f"{source.model!r}{whose} is no directory here and cannot be had from the hub: {error}"
+        ) from error
+
+
 def _config(config: LoadConfig, source: Source, common: dict[str, Any]) -> tuple[Any, int | None]:
     """The model's config with the requested window, and the longest row to expect; None if the model has no window."""
     try:
@@ -300,14 +320,15 @@ def _quantization(
     )
 
 
-def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int]:
+def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int | None]:
     """Load the base model as transformers does.
 
     Returns:
-        The model, in evaluation mode, and the longest row to expect.
+        The model, in evaluation mode, and the longest row to expect; None if rows may have any length.
 
     Raises:
         ValueError, FileNotFoundError, ImportError: before any weight is read.
+        ValueError: if the weights are not those of the model that the config describes.
     """
     common: dict[str, Any] = dict(
         trust_remote_code=config.trust_remote_code,
@@ -381,14 +402,15 @@ def load_tokenizer(config: LoadConfig, source: Source) -> Any:
         if directory is not None and "tokenizer_config.json" in os.listdir(directory):
             where, is_local = directory, True
     try:
-        return AutoTokenizer.from_pretrained(
-            where,
-            trust_remote_code=config.trust_remote_code,
-            local_files_only=is_local or config.local_files_only,
-            token=None if is_local else config.token,
-            cache_dir=config.cache_dir,
-            revision=config.revision if where == config.model_name else None,
-        )
+        with _naming(Source(where, None if is_local else source.adapter, is_local)):
+            return AutoTokenizer.from_pretrained(
+                where,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=is_local or config.local_files_only,
+                token=None if is_local else config.token,
+                cache_dir=config.cache_dir,
+                revision=config.revision if where == config.model_name else None,
+            )
     except Exception as error:
         # what the tokenizers library raises has no type of its own and names no file
         if is_local:
