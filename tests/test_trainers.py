@@ -39,6 +39,12 @@ def test_sft_trainer(tmp_path, lora, batch):
     assert base.is_gradient_checkpointing == (batch != "all-kept")
 
 
+@pytest.fixture(scope="module")
+def usual_run(tmp_path_factory):
+    """What a stock model with an adapter logs under TRL's defaults."""
+    return training.train(training.sft(training.stock(), tmp_path_factory.mktemp("usual")))
+
+
 @pytest.mark.parametrize(
     "loss",
     [dict(loss_type="dft"), dict(label_smoothing_factor=0.1), dict(neftune_noise_alpha=5.0)],
