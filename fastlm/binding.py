@@ -97,8 +97,8 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
         if found is None or not type(module).__module__.startswith("transformers.models."):
             continue
         part, forward, facts, reason = found
-        if reason is None and any(quant.is_8bit(child) for child in module.children()):
-            reason = "its weights are 8-bit"
+        if reason is None and part in ("attention", "mlp"):
+            reason = quant.unreadable(module)
         if reason is None:
             reason = bind(module, part, forward, facts, state.strict)
         if reason is not None:
@@ -144,8 +144,9 @@ def _bind_lora_layers(base: PreTrainedModel, state: ModelState) -> None:
     """Each plain LoRA layer as one function, for models whose attention and MLP have no fast forward."""
     for name, module in base.named_modules():
         if adapters.is_plain_lora_layer(module):
-            reason = bind(module, "linear", linear.forward, None, state.strict)
-            if reason is not None:
+            reason = quant.unreadable(module) or bind(module, "linear", linear.forward, None, state.strict)
+            # once is enough where the module around it stays stock for the same reason
+            if reason is not None and state.reasons.get(name.rpartition(".")[0]) != reason:
                 state.reasons[name] = reason
 
 

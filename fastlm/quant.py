@@ -76,6 +76,17 @@ def keep_cpu_layout(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def unreadable(module: nn.Module) -> str | None:
+    """Why no fast part can ever read something in this module: a quantized layer in another format than NF4. None otherwise."""
+    for child in module.modules():
+        if is_8bit(child):
+            return "its weights are 8-bit"
+        state = child.weight.quant_state if is_4bit(child) else None
+        if state is not None and state.quant_type != "nf4":
+            return f"its weights are stored as {state.quant_type}, not nf4"
+    return None
+
+
 def misshapen(model: nn.Module) -> list[tuple[str, tuple[int, ...], tuple[int, int]]]:
     """Name, shape and wanted shape of the quantized layers whose weights came from a model of another size.
 
