@@ -53,6 +53,11 @@ class ModelState:
     is_full: bool = False
     keep_attention: bool = False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # a model that comes out of a pickle names our attention, which this process may not have met yet
+        self.__dict__.update(state)
+        backbone.register()
+
 
 def state_of(model: nn.Module) -> ModelState | None:
     """The state of a model that was patched and not reverted."""

@@ -439,6 +439,10 @@ def _explain_tokenizer(directory: str, error: Exception) -> None:
             read_json(os.path.join(directory, name))
 
 
+def is_transformers_model(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel)
+
+
 def is_causal_lm(model: nn.Module) -> bool:
     """Whether this is a model of transformers that predicts the next token of the row that it reads."""
     return (

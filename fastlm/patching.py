@@ -103,9 +103,7 @@ def signature_mismatch(stock: Callable[..., Any], fast: Callable[..., Any]) -> s
     return f"forward takes ({', '.join(n for n, _ in theirs)}), not ({', '.join(n for n, _ in ours)})"
 
 
-def bind(
-    module: nn.Module, part: str, fast: Callable[..., Any], facts: Any = None, strict: bool = False
-) -> str | None:
+def bind(module: nn.Module, part: str, fast: Callable[..., Any], facts: Any = None, strict: bool = False) -> str | None:
     """Bind `fast` as the forward of this one module.
 
     A module whose forward accelerate hooked keeps the hook: the replacement takes the place of the forward inside it.
@@ -121,10 +119,11 @@ def bind(
     # accelerate keeps the forward that its hook wraps under this name; its hook object marks that it did
     slot = "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
     already = patch_of(module)
-    if already is not None:
+    # one that comes out of a pickle is bound to nothing yet
+    if already is not None and already.bound is not None:
         already.part, already.fast, already.facts, already.strict, already.active = part, fast, facts, strict, True
         return None
-    if slot == "forward" and "forward" in module.__dict__:
+    if already is None and slot == "forward" and "forward" in module.__dict__:
         return "its forward was replaced on the instance before fastlm saw it"
 
     @functools.wraps(stock)

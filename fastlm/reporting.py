@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from fastlm import adapters, binding
+from fastlm import adapters, binding, loading
 from fastlm.forwards.backbone import ATTENTION
 from fastlm.forwards.layer import trains_own_weights
-from fastlm.patching import Patch, patch_of
+from fastlm.patching import Patch, patch_of, patched_modules
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Report:
             for r in self.rows
         ]
         widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -96,7 +98,9 @@ def _row(name: str, modules: list[tuple[str, nn.Module]], stock_reasons: list[st
         if block.calls == sum(block.fallbacks.values()) and any(patch.calls for _, patch in patches):
             path = "parts"
             if not block.calls:
-                reasons.append("no call ran as a block yet: mixed precision around it, a cache, or few tokens without gradients")
+                reasons.append(
+                    "no call ran as a block yet: mixed precision around it, a cache, or few tokens without gradients"
+                )
     return Row(
         layer=name,
         path=path,
@@ -114,11 +118,18 @@ def report(model: nn.Module) -> Report:
 
     Args:
         model: any model that was loaded or patched by fastlm; also one that was not, whose layers are all stock.
+
+    Raises:
+        TypeError: if it is not a model of transformers, or PEFT's around one.
     """
     base = adapters.base_model(model)
+    if not loading.is_transformers_model(base):
+        raise TypeError(f"a model of transformers (or a PEFT model around one) is needed, got {type(base).__name__}")
     state = binding.state_of(model)
     reasons = {} if state is None else state.reasons
     whole = reasons.get("", "") if state is not None else "the model is not patched"
+    if not whole and not any(patch.active for _, _, patch in patched_modules(base)):
+        whole = "its fast parts did not come along when it was pickled: patch it again"
     layers = _layers(base)
     rows = []
     inside: set[int] = set()

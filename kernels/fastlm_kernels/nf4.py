@@ -160,13 +160,19 @@ def _decode_torch(weight: NF4Weight, dtype: torch.dtype) -> Tensor:
     if weight.nested_absmax is not None and weight.nested_code is not None and weight.nested_offset is not None:
         nested = weight.nested_absmax.repeat_interleave(weight.nested_blocksize)[: absmax.numel()]
         absmax = weight.nested_code[absmax.int()] * nested + weight.nested_offset
-    code = torch.tensor(CODE, device=absmax.device)
-    # a byte's two values at once
-    pairs = torch.stack((code.repeat_interleave(16), code.repeat(16)), -1)
-    values = pairs[weight.packed.reshape(-1).int()].reshape(-1)[: math.prod(weight.shape)]
-    values = torch.nn.functional.pad(values, (0, -values.numel() % weight.blocksize))
-    values = values.view(-1, weight.blocksize) * absmax.reshape(-1, 1)
-    return values.to(dtype).reshape(-1)[: math.prod(weight.shape)].view(weight.shape)
+    n_values = math.prod(weight.shape)
+    values = _code_pairs(absmax.device).index_select(0, weight.packed.reshape(-1).int()).view(torch.float32)[:n_values]
+    if n_values % weight.blocksize:
+        values = torch.nn.functional.pad(values, (0, -n_values % weight.blocksize))
+    values = values.view(-1, weight.blocksize).mul_(absmax.reshape(-1, 1))
+    return values.to(dtype).reshape(-1)[:n_values].view(weight.shape)
+
+
+@functools.lru_cache(maxsize=8)
+def _code_pairs(device: torch.device) -> Tensor:
+    """The two float32 values of each byte as one int64 [256]: gathering words is several times faster than pairs of floats."""
+    code = torch.tensor(CODE)
+    return torch.stack((code.repeat_interleave(16), code.repeat(16)), -1).view(torch.int64).view(-1).to(device)
 
 
 def nf4_decode(weight: NF4Weight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
