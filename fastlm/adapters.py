@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlm import loading, quant
+from fastlm import files, quant
 from fastlm_kernels.lora import Projection
 
 logger = logging.getLogger(__name__)
@@ -302,9 +302,9 @@ def load_adapter(model: nn.Module, name: str, config: Any) -> nn.Module:
     hub: dict[str, Any] = {}
     saved: dict[str, Any] | None = None
     if os.path.isdir(name):
-        loading.check_weights(name, "adapter_model", allow_pickle=not config.use_safetensors)
+        files.check_weights(name, "adapter_model", allow_pickle=not config.use_safetensors)
         file = os.path.join(name, "adapter_model.safetensors")
-        saved = loading.safetensors_header(file) if os.path.exists(file) else None
+        saved = files.safetensors_header(file) if os.path.exists(file) else None
         _grow_embeddings(model, saved or {})
     else:
         hub = dict(token=config.token, revision=config.revision, cache_dir=config.cache_dir)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
 import os
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from fastlm import quant
+from fastlm import files, quant
 from fastlm.config import LoadConfig
 
 logger = logging.getLogger(__name__)
@@ -58,11 +55,10 @@ def resolve(config: LoadConfig) -> Source:
     if directory is None:
         _check_hub_id(name)
     else:
-        files = set(os.listdir(directory))
-        if "adapter_config.json" not in files:
+        if "adapter_config.json" not in os.listdir(directory):
             _check_model_directory(directory)
             return Source(directory, None, True)
-        settings = read_json(os.path.join(directory, "adapter_config.json"))
+        settings = files.read_json(os.path.join(directory, "adapter_config.json"))
     if directory is None:
         found = find_adapter_config_file(
             name, cache_dir=config.cache_dir, token=config.token, revision=config.revision,
@@ -70,7 +66,7 @@ def resolve(config: LoadConfig) -> Source:
         )  # fmt: skip
         if found is None:
             return Source(name, None, False)
-        settings = read_json(found)
+        settings = files.read_json(found)
     base = settings.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise ValueError(
@@ -93,7 +89,7 @@ def resolve(config: LoadConfig) -> Source:
 def _check_model_directory(directory: str) -> None:
     if "config.json" not in os.listdir(directory):
         raise FileNotFoundError(f"{directory} holds no config.json: it is not the directory of a model")
-    read_json(os.path.join(directory, "config.json"))
+    files.read_json(os.path.join(directory, "config.json"))
 
 
 # What the hub takes as a name: github.com/huggingface/huggingface_hub, validate_repo_id
@@ -110,87 +106,6 @@ def _check_hub_id(name: str) -> None:
         raise FileNotFoundError(
             f"there is no directory {name!r}: give an existing directory or a hub id like 'org/model'"
         )
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ValueError: naming the file, if it holds anything else.
-    """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
-def safetensors_header(path: str) -> dict[str, Any]:
-    """Names, dtypes and shapes in a safetensors file, which is checked to be whole.
-
-    Raises:
-        ValueError: naming the file, if it is empty, cut or something else. Format: github.com/huggingface/safetensors, README.
-    """
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= size - 8:
-            raise ValueError(
-                f"{path} is damaged: {size} bytes that do not start with a safetensors header. Download or save it again"
-            )
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-            # no JSON, or JSON of another shape
-            raise ValueError(f"{path} is damaged: its safetensors header cannot be read ({error})") from error
-    needed = 8 + length + end
-    if size != needed:
-        raise ValueError(
-            f"{path} is damaged: {size} bytes, but its header describes {needed}. Download or save it again"
-        )
-    return header
-
-
-def check_weights(directory: str, stem: str, allow_pickle: bool) -> None:
-    """Check the weight files of a local model or adapter before anything is loaded.
-
-    Args:
-        directory: to look in.
-        stem: "model" or "adapter_model".
-        allow_pickle: whether the user asked for pickled weights.
-
-    Raises:
-        FileNotFoundError: if there are none, or the index names a file that is missing.
-        ValueError: if a file is damaged, or weights are pickled and nobody asked for that.
-    """
-    files = sorted(os.listdir(directory))
-    index = os.path.join(directory, f"{stem}.safetensors.index.json")
-    if os.path.exists(index):
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} is damaged: it holds no weight_map")
-        wanted = sorted(set(map(str, weight_map.values())))
-        missing = [name for name in wanted if name not in files]
-        if missing:
-            raise FileNotFoundError(f"{directory} lacks {', '.join(missing)}, which {os.path.basename(index)} names")
-    else:
-        wanted = [name for name in files if name == f"{stem}.safetensors"]
-    for name in wanted:
-        safetensors_header(os.path.join(directory, name))
-    if wanted or allow_pickle:
-        return
-    pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
-    if pickled:
-        raise ValueError(
-            f"{directory} holds only pickled weights ({', '.join(pickled)}), which can run code when they are loaded. "
-            "If you trust their author, pass use_safetensors=False"
-        )
-    raise FileNotFoundError(f"{directory} holds no weights: {stem}.safetensors or its shards are missing")
 
 
 def choose_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -341,7 +256,7 @@ def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int
             common["revision"] = config.revision
     dtype = choose_dtype(config.dtype)
     if source.is_local:
-        check_weights(source.model, "model", allow_pickle=not config.use_safetensors)
+        files.check_weights(source.model, "model", allow_pickle=not config.use_safetensors)
     model_config, length = _config(config, source, common)
     quantization = _quantization(config, model_config, dtype, source)
     attention = config.attn_implementation
@@ -425,18 +340,15 @@ def _explain_tokenizer(directory: str, error: Exception) -> None:
         FileNotFoundError: if there is no tokenizer.
         ValueError: naming the damaged file.
     """
-    files = [
-        name
-        for name in sorted(os.listdir(directory))
-        if name.startswith(("tokenizer", "vocab", "merges", "spiece", "sentencepiece"))
-    ]
-    if not files:
+    starts = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
+    names = [name for name in sorted(os.listdir(directory)) if name.startswith(starts)]
+    if not names:
         raise FileNotFoundError(
             f"{directory} holds no tokenizer: save it there with tokenizer.save_pretrained"
         ) from error
-    for name in files:
+    for name in names:
         if name.endswith(".json"):
-            read_json(os.path.join(directory, name))
+            files.read_json(os.path.join(directory, name))
 
 
 def is_transformers_model(model: nn.Module) -> bool:
