@@ -68,10 +68,12 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, device: torch.d
 
 
 def _denominator(labels: Tensor, num_items_in_batch: Any) -> Any:
+    # nothing to train on is a loss of 0, not 0 / 0
     if num_items_in_batch is None:
-        # nothing to train on is a loss of 0, not 0 / 0
         return (labels != IGNORE_INDEX).sum().clamp(min=1)
-    return num_items_in_batch.to(labels.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
+    if isinstance(num_items_in_batch, Tensor):
+        return num_items_in_batch.to(labels.device).clamp(min=1)
+    return max(num_items_in_batch, 1)
 
 
 def _head(model: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | str:
