@@ -127,7 +127,10 @@ def report(model: nn.Module) -> Report:
         raise TypeError(f"a model of transformers (or a PEFT model around one) is needed, got {type(base).__name__}")
     state = binding.state_of(model)
     reasons = {} if state is None else state.reasons
-    whole = reasons.get("", "") if state is not None else "the model is not patched"
+    whole = "the model is not patched"
+    if state is not None:
+        # the empty name speaks of the whole model where it has no row in the table of families, else of its head
+        whole = reasons.get("", "") if state.family is None else ""
     if not whole and not any(patch.active for _, _, patch in patched_modules(base)):
         whole = "its fast parts did not come along when it was pickled: patch it again"
     layers = _layers(base)
