@@ -36,6 +36,7 @@ class ModelState:
         max_seq_length: longest row that the model was loaded for, or None.
         head_wrapper: the forward that a trainer put around the head's, when it was last looked at.
         head_reason: why the trainer's own fused head runs instead of ours, or None.
+        told_of_cut: it was logged that rows end where a trainer's default length cuts them.
         is_full: the model was loaded for full fine-tuning.
         keep_attention: the user chose the attention implementation.
     """
@@ -50,6 +51,7 @@ class ModelState:
     max_seq_length: int | None = None
     head_wrapper: Any = None
     head_reason: str | None = None
+    told_of_cut: bool = False
     is_full: bool = False
     keep_attention: bool = False
 

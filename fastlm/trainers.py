@@ -72,7 +72,8 @@ def _redirect_head(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         # a new wrapper: look once at how it was made
         state.head_wrapper = base.__dict__.get("forward")
         state.head_reason = _head_reason(base)
-        _log_cut_rows(base, state, kwargs)
+    if not state.told_of_cut:
+        _log_cut_rows(state, kwargs)
     reason = state.head_reason
     if reason is not None:
         patch.fell_back(reason)
@@ -83,12 +84,14 @@ def _redirect_head(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return args, kwargs
 
 
-def _log_cut_rows(base: nn.Module, state: binding.ModelState, kwargs: dict[str, Any]) -> None:
-    """On a trainer's first call, tell of rows that end exactly where TRL's default length cuts them."""
+def _log_cut_rows(state: binding.ModelState, kwargs: dict[str, Any]) -> None:
+    """Tell once of rows that end exactly where TRL's default length cuts them, if the model was loaded for longer ones."""
     rows, longest = kwargs.get("input_ids"), state.max_seq_length
+    if rows is None or longest is None or kwargs.get("cu_seq_lens_q") is not None:
+        return
     default = next(f.default for f in dataclasses.fields(sys.modules["trl"].SFTConfig) if f.name == "max_length")
-    is_packed = kwargs.get("cu_seq_lens_q") is not None
-    if rows is not None and not is_packed and longest is not None and rows.shape[1] == default < longest:
+    if rows.shape[1] == default < longest:
+        state.told_of_cut = True
         logger.warning(
             "rows end exactly at %d tokens, the default max_length of SFTConfig, while the model was loaded for %d: longer rows are "
             "cut. Pass SFTConfig(max_length=%d) to train on all of them",
