@@ -212,3 +212,40 @@ def test_revert_reaches_through_the_trainers_wrappers(tmp_path, lora, bf16):
     assert torch.equal(loss, want_loss) and set(got) == set(want) and all(torch.equal(got[n], want[n]) for n in want)
     values = [made.evaluate() for made in (trainer, reference)]
     assert all(values[0][name] == values[1][name] for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"))
+
+
+def test_a_model_patched_after_its_trainer_was_made(tmp_path, usual_run):
+    """TRL's wrapper is on the head already: the head stays TRL's and the report says so, of the head alone."""
+    model = tiny.with_lora(tiny.model("llama", attention="sdpa"))
+    trainer = training.sft(model, tmp_path)
+    fastlm.patch_model(model)
+    training.assert_same_run(training.train(trainer), usual_run)
+    paths = {row.layer: (row.path, row.reason) for row in fastlm.report(model)}
+    assert [paths[f"model.layers.{i}"] for i in range(2)] == [("block", "")] * 2
+    assert paths["LlamaForCausalLM (head)"][0] == "stock" and "replaced" in paths["LlamaForCausalLM (head)"][1]
+
+
+def test_rows_that_end_at_the_default_cut_are_told_of(tmp_path, caplog):
+    """TRL cuts rows at 1024 tokens unless it is told otherwise; a model that was loaded for more says so, once."""
+    path = tmp_path / "long"
+    tiny.model("llama", max_position_embeddings=1100).save_pretrained(path)
+    training.tokenizer().save_pretrained(path)
+    data = training.rows((1030, 40))
+    for args, told in (({}, 1), (dict(max_length=1025), 0)):
+        model = training.load(str(path), load_in_16bit=True)
+        caplog.clear()
+        training.sft(model, tmp_path, data, max_steps=2, per_device_train_batch_size=1, **args).train()
+        lines = [r.getMessage() for r in caplog.records if r.name.startswith("fastlm")]
+        assert len([line for line in lines if "SFTConfig(max_length=1100)" in line and "1024" in line]) == told, lines
+
+
+def test_mistakes_with_get_trainer(tmp_path):
+    model = training.ours()
+    make = lambda data, args: FastLanguageModel.get_trainer(model, data, args, processing_class=training.tokenizer())
+    for empty in (None, [], training.rows().select([])):
+        with pytest.raises(ValueError, match="train_dataset is empty"):
+            make(empty, {})
+    with pytest.raises(TypeError, match="SFTConfig or a dict of its arguments, got TrainingArguments"):
+        make(training.rows(), transformers.TrainingArguments(str(tmp_path), report_to="none"))
+    with pytest.raises(TypeError, match="learning_rat"):
+        make(training.rows(), dict(learning_rat=1e-3))

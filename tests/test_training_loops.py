@@ -37,6 +37,26 @@ def test_transformers_trainer(tmp_path, lora, case, no_logits):
     training.assert_ran_fast(model, "block" if lora else "parts")
 
 
+@pytest.mark.parametrize("make", [training.plain, training.sft], ids=["plain", "sft"])
+def test_a_step_without_labels_changes_nothing(tmp_path, make):
+    """A batch of ignored labels counts no token: its loss and gradient are 0, and training goes on. Stock divides 0 by 0."""
+    data = training.rows().to_list()
+    for row in data[2:4]:
+        row["labels"] = [-100] * len(row["labels"])
+    data = training.datasets.Dataset.from_list(data)
+    # TRL drops such rows itself unless rows are taken as they are
+    args = dict(dataset_kwargs=dict(skip_prepare_dataset=True)) if make is training.sft else {}
+    args |= dict(train_sampling_strategy="sequential", optim="sgd", learning_rate=0.1, lr_scheduler_type="constant")
+    runs, weights = [], []
+    for n_steps, rows in ((3, data), (2, data.select([0, 1, 4, 5]))):
+        model = training.ours()
+        runs.append(training.train(make(model, tmp_path, rows, max_steps=n_steps, **args)))
+        weights.append(training.trained(model))
+    assert runs[0][1]["loss"] == 0 and runs[0][1]["grad_norm"] == 0
+    training.assert_same_run(runs[0][::2], runs[1], 0.0, but=("num_tokens",))
+    training.assert_same_weights(*weights, 0.0)
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_transformers_trainer_in_mixed_precision(tmp_path, lora, no_logits):
     """accelerate converts every output to float32: that reads no logits either."""
