@@ -128,8 +128,9 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
         ValueError: for an empty data set, or bf16=True on a GPU without bfloat16.
     """
     trl = importlib.import_module("trl")
-    if isinstance(train_dataset, (list, tuple)):
-        train_dataset = importlib.import_module("datasets").Dataset.from_list(list(train_dataset))
+    train_dataset = _as_dataset(train_dataset)
+    if "eval_dataset" in kwargs:
+        kwargs["eval_dataset"] = _as_dataset(kwargs["eval_dataset"])
     if train_dataset is None or (hasattr(train_dataset, "__len__") and len(train_dataset) == 0):
         raise ValueError("train_dataset is empty: there is nothing to train on")
     state = binding.state_of(model)
@@ -141,18 +142,33 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
         args = trl.SFTConfig(**settings)
     elif not isinstance(args, trl.SFTConfig):
         raise TypeError(f"args must be an SFTConfig or a dict of its arguments, got {type(args).__name__}")
+    _refuse_bf16(args.bf16)
     return trl.SFTTrainer(model=model, train_dataset=train_dataset, args=args, **kwargs)
+
+
+def _as_dataset(rows: Any) -> Any:
+    """A data set from a list of rows; anything else as it is."""
+    return (
+        importlib.import_module("datasets").Dataset.from_list(list(rows)) if isinstance(rows, (list, tuple)) else rows
+    )
+
+
+def _has_bf16() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _refuse_bf16(is_asked: bool | None) -> None:
+    if is_asked and not _has_bf16():
+        raise ValueError(f"bf16=True needs compute capability 8.0, {torch.cuda.get_device_name()} is older: use fp16=True")
 
 
 def _choose_precision(model: nn.Module, settings: dict[str, Any]) -> None:
     """Fill in bf16 and fp16 by the model's dtype and the device, unless the user said either."""
-    has_bf16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-    if settings.get("bf16") and not has_bf16:
-        raise ValueError(f"bf16=True needs compute capability 8.0, {torch.cuda.get_device_name()} is older: use fp16=True")
+    _refuse_bf16(settings.get("bf16"))
     if not torch.cuda.is_available() and "use_cpu" not in settings:
         settings["use_cpu"] = True
     if "bf16" in settings or "fp16" in settings:
         return
     dtype = adapters.base_model(model).dtype
-    settings["bf16"] = dtype is torch.bfloat16 and has_bf16
+    settings["bf16"] = dtype is torch.bfloat16 and _has_bf16()
     settings["fp16"] = dtype is torch.float16 and torch.cuda.is_available()
