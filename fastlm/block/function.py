@@ -112,13 +112,15 @@ class BlockFunction(torch.autograd.Function):
             del first
         packed = gate_up.forward(normed)
         del normed
-        act = glu_fwd(*packed.chunk(2, dim=1), layer.spec.activation)
+        gate, up = packed.chunk(2, dim=1)
+        act = glu_fwd(gate, up, layer.spec.activation)
+        del gate, up
         if not ctx.keeps:
             del packed
         y = down.forward(act).add_(h)
         ctx.layer = layer
         if ctx.keeps:
-            ctx.first, ctx.lows = first, [linear.low for linear in (qkv, out, gate_up, down)]
+            ctx.first, ctx.lows = first, [linear.saved() for linear in (qkv, out, gate_up, down)]
             ctx.save_for_backward(x, cos, sin, h, rstd, packed, *tensors)
         else:
             ctx.save_for_backward(x, cos, sin, *tensors)
@@ -140,7 +142,7 @@ class BlockFunction(torch.autograd.Function):
             h, rstd, packed = kept[:3]
             first = ctx.first
             for linear, low in zip((qkv, out, gate_up, down), ctx.lows, strict=True):
-                linear.low = low
+                linear.restore(low)
             normed, _, _ = _norm(h, layer.post_norm, layer)
         else:
             first = _attend(rows, x.shape[0], cos, sin, layer, qkv, True)
@@ -150,18 +152,20 @@ class BlockFunction(torch.autograd.Function):
             dy, normed, packed, gate_up, down, layer.spec.activation, True, needed[MLP], owns_packed=not keeps
         )
         del packed, normed
+        assert dnormed is not None  # it was asked for
         dh, _ = rms_norm_bwd(dnormed, h, layer.post_norm.weight, rstd, layer.spec.norm_weight_offset, dh=dy)
         del dnormed, h, dy
         dflat = out.backward_x(dh)
         out_grads = out.backward_adapters(dh, _flat(first.out), needed[OUT])
         dpacked = _attend_bwd(dflat, first, cos, sin, layer, keeps)
         del dflat
-        dnormed = qkv.backward_x(dpacked, needs_dx)
-        qkv_grads = qkv.backward_adapters(dpacked, first.normed, needed[QKV])
         dx = None
         if needs_dx:
-            offset = layer.spec.norm_weight_offset
+            dnormed, offset = qkv.backward_x(dpacked), layer.spec.norm_weight_offset
             dx = rms_norm_bwd(dnormed, rows, layer.input_norm.weight, first.rstd, offset, dh=dh)[0].view(x.shape)
+        else:
+            qkv.make_high(dpacked)
+        qkv_grads = qkv.backward_adapters(dpacked, first.normed, needed[QKV])
         return dx, None, None, None, *qkv_grads, *out_grads, *mlp_grads
 
 

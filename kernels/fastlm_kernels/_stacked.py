@@ -105,14 +105,18 @@ def _add_product(y: Tensor, left: Tensor, right: Tensor) -> None:
         y.add_(left @ right)
 
 
+# The key under which a pass keeps the rank-R product of all adapters that share it; others go by their projection's index.
+_TOGETHER = -1
+
+
 class StackedLinear:
     """A group of projections during one pass: forward, then backward.
 
     Attributes:
         a: [sum R, K], the A of all adapters that share a pass over x, below each other; None without any.
         b: [sum N, sum R], their s_i B_i on the diagonal and zero elsewhere; None without any.
-        low: the rank-R products of the forward that the backward needs: x A^T of all that share a pass, then one of each
-            projection with a dropout; None where there is none.
+        low: rank-R products of the forward that the backward needs: x A^T of all adapters that share a pass over x, then of each
+            that has a dropout of its own. `saved` and `restore` carry them from one pass to the next.
     """
 
     def __init__(self, group: Group, tensors: Sequence[Tensor | None], dtype: torch.dtype, holds: bool = False) -> None:
@@ -124,33 +128,47 @@ class StackedLinear:
         """
         self.group, self.tensors, self.dtype, self.holds = group, tensors, dtype, holds
         self.decoded: Tensor | None = None
-        self.low: list[Tensor | None] = [None] * (1 + len(group.weights))
-        self.high: list[Tensor | None] = [None] * (1 + len(group.weights))
+        self.low: dict[int, Tensor] = {}
+        self.high: dict[int, Tensor] = {}
         adapted = [i for i in range(len(group.weights)) if tensors[3 * i + 1] is not None]
-        self.lora_dtype = group.lora_dtype or next((tensors[3 * i + 1].dtype for i in adapted), dtype)
+        self.lora_dtype = group.lora_dtype or next((self._lora(i)[0].dtype for i in adapted), dtype)
         self.alone = [i for i in adapted if group.dropouts[i]]
-        self._pack([i for i in adapted if not group.dropouts[i]])
-
-    def _pack(self, together: list[int]) -> None:
-        """Gather the adapters that share a pass over x into `a` and `b`; `spans` are their columns of `b`."""
-        group, tensors, dtype = self.group, self.tensors, self.lora_dtype
         self.spans: dict[int, slice] = {}
         self.a: Tensor | None = None
         self.b: Tensor | None = None
+        self._pack([i for i in adapted if not group.dropouts[i]])
+
+    def _lora(self, i: int) -> tuple[Tensor, Tensor]:
+        """A and B of a projection that has an adapter."""
+        a, b = self.tensors[3 * i + 1], self.tensors[3 * i + 2]
+        assert a is not None and b is not None
+        return a, b
+
+    def _pack(self, together: list[int]) -> None:
+        """Gather the adapters that share a pass over x into `a` and `b`; `spans` are their columns of `b`."""
+        group, dtype = self.group, self.lora_dtype
         if not together:
             return
         stop = 0
         for i in together:
-            self.spans[i] = slice(stop, stop + tensors[3 * i + 1].shape[0])
+            self.spans[i] = slice(stop, stop + self._lora(i)[0].shape[0])
             stop = self.spans[i].stop
         if len(group.weights) == 1:
-            b = tensors[2].to(dtype)
-            self.a, self.b = tensors[1].to(dtype), b if group.scalings[0] == 1.0 else b * group.scalings[0]
+            a, b = (t.to(dtype) for t in self._lora(0))
+            self.a, self.b = a, b if group.scalings[0] == 1.0 else b * group.scalings[0]
             return
-        self.a = torch.cat([tensors[3 * i + 1] for i in together]).to(dtype)
+        self.a = torch.cat([self._lora(i)[0] for i in together]).to(dtype)
         self.b = torch.zeros((sum(group.widths), stop), dtype=dtype, device=self.a.device)
         for i in together:
-            torch.mul(tensors[3 * i + 2], group.scalings[i], out=self.b[self._rows(i), self.spans[i]])
+            torch.mul(self._lora(i)[1], group.scalings[i], out=self.b[self._rows(i), self.spans[i]])
+
+    def saved(self) -> list[Tensor]:
+        """The forward's products, for `restore` in the backward."""
+        return list(self.low.values())
+
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        keys = ([_TOGETHER] if self.a is not None else []) + self.alone
+        self.low = dict(zip(keys, saved, strict=True))
 
     def _rows(self, i: int) -> slice:
         """Where projection i lies in the stacked output."""
@@ -162,13 +180,14 @@ class StackedLinear:
         if self.decoded is not None:
             return self.decoded
         weights = self.group.weights
+        quantized = [weight for weight in weights if not isinstance(weight, Tensor)]
         if len(weights) == 1:
             stacked = _decode(weights[0], self.dtype)
-        elif any(isinstance(weight, Tensor) for weight in weights):
+        elif len(quantized) < len(weights):
             return None
         else:
-            rows, n_cols = sum(self.group.widths), weights[0].shape[1]
-            stacked = torch.empty((rows, n_cols), dtype=self.dtype, device=weights[0].packed.device)
+            shape = (sum(self.group.widths), weights[0].shape[1])
+            stacked = torch.empty(shape, dtype=self.dtype, device=quantized[0].packed.device)
             for i, weight in enumerate(weights):
                 _decode(weight, self.dtype, out=stacked[self._rows(i)])
         if self.holds:
@@ -181,8 +200,7 @@ class StackedLinear:
         The adapters' product comes first and the base GEMM adds to it, so that y is rounded once at its own size.
         """
         self.make_low(x)
-        biases = self.tensors[::3]
-        y = self._small_terms(x, biases)
+        y = self._small_terms(x)
         stacked = self._stacked()
         if stacked is not None:
             y = x @ stacked.t() if y is None else y.addmm_(x, stacked.t())
@@ -193,89 +211,87 @@ class StackedLinear:
                 # beta = 0 overwrites what the new buffer holds
                 y[:, self._rows(i)].addmm_(x, _decode(weight, x.dtype).t(), beta=0 if is_first else 1)
         if self.b is not None and self.lora_dtype != x.dtype:
-            _add_product(y, self.low[0], self.b.t())
+            _add_product(y, self.low[_TOGETHER], self.b.t())
         for i in self.alone:
-            side = self.tensors[3 * i + 2].to(self.lora_dtype).t() * self.group.scalings[i]
-            _add_product(y[:, self._rows(i)], self.low[1 + i], side)
+            side = self._lora(i)[1].to(self.lora_dtype).t() * self.group.scalings[i]
+            _add_product(y[:, self._rows(i)], self.low[i], side)
         return y
 
-    def _small_terms(self, x: Tensor, biases: Sequence[Tensor | None]) -> Tensor | None:
+    def _small_terms(self, x: Tensor) -> Tensor | None:
         """Biases and, if they have x's dtype, the adapters' products: what the base GEMM is added to; None without either."""
-        has_product = self.b is not None and self.lora_dtype == x.dtype
-        bias = None
+        biases, bias = self.tensors[::3], None
         if any(b is not None for b in biases):
-            zeros = [x.new_zeros(n) if b is None else b for b, n in zip(biases, self.group.widths, strict=True)]
-            bias = torch.cat([b.to(x.dtype) for b in zeros])
-        if has_product:
-            return self.low[0] @ self.b.t() if bias is None else torch.addmm(bias, self.low[0], self.b.t())
+            filled = [x.new_zeros(n) if b is None else b for b, n in zip(biases, self.group.widths, strict=True)]
+            bias = torch.cat([b.to(x.dtype) for b in filled])
+        if self.b is not None and self.lora_dtype == x.dtype:
+            low = self.low[_TOGETHER]
+            return low @ self.b.t() if bias is None else torch.addmm(bias, low, self.b.t())
         return None if bias is None else bias.expand(x.shape[0], -1).contiguous()
 
     def make_low(self, x: Tensor) -> None:
         """Make the low-rank products of x [T, K], without the projections themselves."""
         if self.a is not None:
-            self.low[0] = x.to(self.lora_dtype) @ self.a.t()
+            self.low[_TOGETHER] = x.to(self.lora_dtype) @ self.a.t()
         for i in self.alone:
-            self.low[1 + i] = self._dropped(x, i) @ self.tensors[3 * i + 1].to(self.lora_dtype).t()
+            self.low[i] = self._dropped(x, i) @ self._lora(i)[0].to(self.lora_dtype).t()
 
     def _dropped(self, x: Tensor, i: int) -> Tensor:
+        # the mask is its own transpose: a gradient passes where the input did
         return _dropout(x, self.group.dropouts[i], self.group.seeds[i]).to(self.lora_dtype)
 
-    def backward_x(self, dy: Tensor, needs_dx: bool = True) -> Tensor | None:
-        """dy [T, sum N] -> dx [T, K] or None. To be called before `backward_adapters`; lets go of the decoded weights."""
+    def make_high(self, dy: Tensor) -> None:
+        """Make s dy B of each adapter from dy [T, sum N], as `low` holds x A^T."""
         if self.b is not None:
-            self.high[0] = dy.to(self.lora_dtype) @ self.b
+            self.high[_TOGETHER] = dy.to(self.lora_dtype) @ self.b
         for i in self.alone:
-            side = dy[:, self._rows(i)].to(self.lora_dtype) @ self.tensors[3 * i + 2].to(self.lora_dtype)
-            self.high[1 + i] = side.mul_(self.group.scalings[i])
-        if not needs_dx:
-            self.decoded = None
-            return None
+            side = dy[:, self._rows(i)].to(self.lora_dtype) @ self._lora(i)[1].to(self.lora_dtype)
+            self.high[i] = side.mul_(self.group.scalings[i])
+
+    def backward_x(self, dy: Tensor) -> Tensor:
+        """dy [T, sum N] -> dx [T, K]. Leaves its rank-R products in `high` and lets go of the decoded weights."""
+        self.make_high(dy)
         # the adapters' share first, then the GEMMs add to it: dx is rounded once where a stack is one GEMM
         is_one_dtype = self.a is not None and self.lora_dtype == dy.dtype
-        dx = self.high[0] @ self.a if is_one_dtype else None
+        dx = self.high[_TOGETHER] @ self.a if self.a is not None and is_one_dtype else None
         stacked = self._stacked()
         self.decoded = None
         if stacked is not None:
             dx = dy @ stacked if dx is None else dx.addmm_(dy, stacked)
         else:
             for i, weight in enumerate(self.group.weights):
-                dense = _decode(weight, dy.dtype)
-                part = dy[:, self._rows(i)]
+                dense, part = _decode(weight, dy.dtype), dy[:, self._rows(i)]
                 dx = part @ dense if dx is None else dx.addmm_(part, dense)
         del stacked
+        assert dx is not None  # a group has a projection
         if self.a is not None and not is_one_dtype:
-            _add_product(dx, self.high[0], self.a)
+            _add_product(dx, self.high[_TOGETHER], self.a)
         for i in self.alone:
-            side = self.high[1 + i] @ self.tensors[3 * i + 1].to(self.lora_dtype)
-            dx.copy_(dx.to(side.dtype) + self._undropped(side, i))
+            side = self.high[i] @ self._lora(i)[0].to(self.lora_dtype)
+            dx.copy_(dx.to(side.dtype) + self._dropped(side, i))
         return dx
-
-    def _undropped(self, side: Tensor, i: int) -> Tensor:
-        # the mask is its own transpose: the gradient passes where the input did
-        return _dropout(side, self.group.dropouts[i], self.group.seeds[i])
 
     def backward_adapters(self, dy: Tensor, x: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """Gradients of (bias, A, B) of each projection, in the order of `group_tensors`; None where nobody asks."""
-        group, tensors = self.group, self.tensors
-        grads: list[Tensor | None] = [None] * len(tensors)
+        scalings = self.group.scalings
+        grads: dict[int, Tensor] = {}
         if any(needed[3 * i + 1] for i in self.spans):
-            da = self.high[0].t() @ x.to(self.lora_dtype)
-            for i, span in self.spans.items():
-                grads[3 * i + 1] = da[span]
+            da = self.high[_TOGETHER].t() @ x.to(self.lora_dtype)
+            grads |= {3 * i + 1: da[span] for i, span in self.spans.items()}
         if any(needed[3 * i + 2] for i in self.spans):
-            db = dy.to(self.lora_dtype).t() @ self.low[0]
+            db = dy.to(self.lora_dtype).t() @ self.low[_TOGETHER]
             for i, span in self.spans.items():
                 block = db[self._rows(i), span]
-                grads[3 * i + 2] = block if group.scalings[i] == 1.0 else block * group.scalings[i]
+                grads[3 * i + 2] = block if scalings[i] == 1.0 else block * scalings[i]
         for i in self.alone:
             part = dy[:, self._rows(i)].to(self.lora_dtype)
-            grads[3 * i + 1] = self.high[1 + i].t() @ self._dropped(x, i)
-            grads[3 * i + 2] = (part.t() @ self.low[1 + i]).mul_(group.scalings[i])
-        for i in range(len(group.weights)):
+            grads[3 * i + 1] = self.high[i].t() @ self._dropped(x, i)
+            grads[3 * i + 2] = (part.t() @ self.low[i]).mul_(scalings[i])
+        for i in range(len(self.group.weights)):
             if needed[3 * i]:
                 grads[3 * i] = dy[:, self._rows(i)].sum(0, dtype=torch.float32)
         return [
-            g.to(t.dtype) if g is not None and need else None for g, t, need in zip(grads, tensors, needed, strict=True)
+            grads[i].to(t.dtype) if t is not None and needed[i] and i in grads else None
+            for i, t in enumerate(self.tensors)
         ]
 
 

@@ -35,7 +35,7 @@ class LoraLinearFunction(torch.autograd.Function):
         linear = StackedLinear(group, tensors, x.dtype)
         y = linear.forward(x)
         ctx.group, ctx.n_tensors = group, len(tensors)
-        ctx.save_for_backward(x, *tensors, *linear.low)
+        ctx.save_for_backward(x, *tensors, *linear.saved())
         return y
 
     @staticmethod
@@ -43,9 +43,11 @@ class LoraLinearFunction(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]
         x, *rest = ctx.saved_tensors
         linear = StackedLinear(ctx.group, rest[: ctx.n_tensors], x.dtype)
-        linear.low = rest[ctx.n_tensors :]
+        linear.restore(rest[ctx.n_tensors :])
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        dx = linear.backward_x(dy, ctx.needs_input_grad[0])
+        dx = linear.backward_x(dy) if ctx.needs_input_grad[0] else None
+        if dx is None:
+            linear.make_high(dy)
         return dx, None, *linear.backward_adapters(dy, x, ctx.needs_input_grad[2:])
 
 

@@ -51,12 +51,15 @@ def glu_mlp_bwd(
     dpacked = packed if owns_packed else torch.empty_like(packed)
     dgate, dup = dpacked.chunk(2, dim=1)
     # dact is ours alone, so the remade product takes its place
-    act = glu_bwd(dact, gate, up, activation, dgate=dgate, dup=dup, h=dact)[2]
-    if all(low is None for low in down.low):
+    glu_bwd(dact, gate, up, activation, dgate=dgate, dup=dup, h=dact)
+    act = dact
+    if not down.low:
         down.make_low(act)
     grads_down = down.backward_adapters(dy, act, needed[6:])
     del act, dact, gate, up
-    dx = gate_up.backward_x(dpacked, needs_dx)
+    dx = gate_up.backward_x(dpacked) if needs_dx else None
+    if dx is None:
+        gate_up.make_high(dpacked)
     return dx, [*gate_up.backward_adapters(dpacked, x, needed[:6]), *grads_down]
 
 
@@ -65,9 +68,10 @@ class LoraGluMlpFunction(torch.autograd.Function):
     def forward(ctx, x, activation, gate_up, down, *tensors):  # type: ignore[override]
         first, second = StackedLinear(gate_up, tensors[:6], x.dtype), StackedLinear(down, tensors[6:], x.dtype)
         packed = first.forward(x)
-        y = second.forward(glu_fwd(*packed.chunk(2, dim=1), activation))
-        ctx.activation, ctx.gate_up, ctx.down, ctx.n_low = activation, gate_up, down, len(first.low)
-        ctx.save_for_backward(x, packed, *tensors, *first.low, *second.low)
+        gate, up = packed.chunk(2, dim=1)
+        y = second.forward(glu_fwd(gate, up, activation))
+        ctx.activation, ctx.gate_up, ctx.down, ctx.n_low = activation, gate_up, down, len(first.saved())
+        ctx.save_for_backward(x, packed, *tensors, *first.saved(), *second.saved())
         return y
 
     @staticmethod
@@ -76,7 +80,8 @@ class LoraGluMlpFunction(torch.autograd.Function):
         x, packed, *rest = ctx.saved_tensors
         first = StackedLinear(ctx.gate_up, rest[:6], x.dtype)
         second = StackedLinear(ctx.down, rest[6:9], x.dtype)
-        first.low, second.low = rest[9 : 9 + ctx.n_low], rest[9 + ctx.n_low :]
+        first.restore(rest[9 : 9 + ctx.n_low])
+        second.restore(rest[9 + ctx.n_low :])
         needs_dx, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         dx, grads = glu_mlp_bwd(dy, x, packed, first, second, ctx.activation, needs_dx, needed)
         return dx, None, None, None, *grads
