@@ -301,7 +301,8 @@ def _check_fit(name: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
     """Raises ValueError where the checkpoint does not fill the model: transformers would go on with random values."""
     wrong = [f"{key} is missing" for key in sorted(info["missing_keys"])]
     wrong += [f"{key} is {tuple(found)}, not {tuple(wanted)}" for key, found, wanted in sorted(info["mismatched_keys"])]
-    wrong += [f"{key}.weight is {found}, not {wanted}" for key, found, wanted in quant.misshapen(model)]
+    # layers whose weights are missing have no shape that says anything
+    wrong = wrong or [f"{key}.weight is {found}, not {wanted}" for key, found, wanted in quant.misshapen(model)]
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise ValueError(
