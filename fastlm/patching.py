@@ -18,6 +18,8 @@ from typing import Any
 from torch import nn
 
 _KEY = "_fastlm_patch"
+# What newer releases of transformers call an argument -> the name that the fast forwards have for it.
+_RENAMED = {"cache": "past_key_values"}
 
 
 class Fallback(Exception):
@@ -67,7 +69,7 @@ class Patch:
             return self.stock(module, *args, **kwargs)
         self.calls += 1
         try:
-            return self.fast(module, *args, **kwargs)
+            return self.fast(module, *args, **{_RENAMED.get(name, name): value for name, value in kwargs.items()})
         except Fallback as fallback:
             self.fell_back(str(fallback))
         return self.stock(module, *args, **kwargs)
@@ -95,7 +97,7 @@ def signature_mismatch(stock: Callable[..., Any], fast: Callable[..., Any]) -> s
     """Why `fast` cannot stand in for `stock`: a difference in the names or the kinds of their parameters; None if there is none."""
 
     def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
-        return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
+        return [(_RENAMED.get(p.name, p.name), p.kind) for p in inspect.signature(function).parameters.values()]
 
     ours, theirs = parameters(fast), parameters(stock)
     if ours == theirs:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlm.patching import patch_of
@@ -26,6 +27,8 @@ from fastlm_kernels.attention import (
 # The name in `config._attn_implementation` under which transformers finds our mask and attention functions.
 ATTENTION = "fastlm"
 _LAYOUT = "sequence_layout"
+# What stock forwards and outputs call the key/value cache: transformers renamed it in 5.24.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def sequence_layout(kwargs: dict[str, Any]) -> SequenceLayout | None:
@@ -151,8 +154,8 @@ def forward(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
-        past_key_values=past_key_values,
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
+        **{CACHE: past_key_values},
         **kwargs,
     )

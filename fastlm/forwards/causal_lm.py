@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastlm import adapters
+from fastlm.forwards.backbone import CACHE
 from fastlm.patching import Fallback, patch_of
 from fastlm_kernels.cross_entropy import cross_entropy
 from fastlm_kernels.linear_cross_entropy import TokenStats, linear_cross_entropy, linear_log_probs
@@ -49,7 +50,7 @@ class CausalLMOutput(CausalLMOutputWithPast):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             # transformers stores a key's value as the attribute of the same name
-            if key not in self.keys():
+            if key not in self:
                 raise KeyError(key)
             return getattr(self, key)
         if isinstance(key, int):
@@ -112,14 +113,14 @@ def forward(
 ) -> Any:
     patch = patch_of(self)
     token_output: Callable[..., Any] | None = kwargs.pop(TOKEN_OUTPUT, None)
-    backbone_inputs = dict(
+    backbone_inputs: dict[str, Any] = dict(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
-        past_key_values=past_key_values,
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
     )
+    backbone_inputs[CACHE] = past_key_values
     shift_labels = kwargs.get("shift_labels")
     if token_output is None:
         if labels is None:
@@ -163,7 +164,7 @@ def forward(
     # set one by one, in transformers' order: its constructor would read the logits
     for name, value in (
         ("logits", logits),
-        ("past_key_values", outputs.past_key_values),
+        (CACHE, getattr(outputs, CACHE)),
         ("hidden_states", outputs.hidden_states),
         ("attentions", outputs.attentions),
     ):

@@ -13,7 +13,7 @@ from fastlm import adapters
 from fastlm.block.function import BlockFunction
 from fastlm.block.spec import BlockSpec, Layer, MemoryPlan, Norm
 from fastlm.families import Family
-from fastlm.forwards.backbone import ATTENTION, sequence_layout
+from fastlm.forwards.backbone import ATTENTION, CACHE, sequence_layout
 from fastlm.forwards.projections import is_decode_step
 from fastlm.patching import Patch, patch_of
 from fastlm_kernels.attention import attention_backend
@@ -138,7 +138,7 @@ def forward(
 ) -> Tensor:
     patch = patch_of(self)
     stock = functools.partial(
-        patch.stock, self, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        patch.stock, self, attention_mask=attention_mask, position_ids=position_ids, **{CACHE: past_key_values},
         use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
     )  # fmt: skip
     recomputes = patch.recomputes and self.training and torch.is_grad_enabled()
@@ -159,7 +159,7 @@ def forward(
     if recomputes:
         # the permission that the block would have used serves the parts through transformers' own function
         return self._gradient_checkpointing_func(
-            functools.partial(stock.func, *stock.args, **{**stock.keywords, "past_key_values": None, "use_cache": False}),
+            functools.partial(stock.func, *stock.args, **{**stock.keywords, CACHE: None, "use_cache": False}),
             hidden_states,
         )
     return stock(hidden_states)
