@@ -70,5 +70,7 @@ def one_begin_token(tokenizer: Any) -> None:
     """
     if tokenizer.bos_token_id is None or not tokenizer.is_fast:
         return
-    if tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+    # asked of the library itself: a call would set its padding and truncation, which are part of what is saved
+    ids = [i for i in tokenizer.backend_tokenizer.encode("a").ids if i != tokenizer.pad_token_id]
+    if ids[:1] == [tokenizer.bos_token_id]:
         tokenizer._encode_plus = types.MethodType(_encode_plus, tokenizer)
