@@ -142,7 +142,7 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
         args = trl.SFTConfig(**settings)
     elif not isinstance(args, trl.SFTConfig):
         raise TypeError(f"args must be an SFTConfig or a dict of its arguments, got {type(args).__name__}")
-    _refuse_bf16(args.bf16)
+    _refuse_bf16(args.bf16 and not args.use_cpu)
     return trl.SFTTrainer(model=model, train_dataset=train_dataset, args=args, **kwargs)
 
 
@@ -159,12 +159,14 @@ def _has_bf16() -> bool:
 
 def _refuse_bf16(is_asked: bool | None) -> None:
     if is_asked and not _has_bf16():
-        raise ValueError(f"bf16=True needs compute capability 8.0, {torch.cuda.get_device_name()} is older: use fp16=True")
+        raise ValueError(
+            f"bf16=True needs compute capability 8.0, {torch.cuda.get_device_name()} is older: use fp16=True"
+        )
 
 
 def _choose_precision(model: nn.Module, settings: dict[str, Any]) -> None:
     """Fill in bf16 and fp16 by the model's dtype and the device, unless the user said either."""
-    _refuse_bf16(settings.get("bf16"))
+    _refuse_bf16(settings.get("bf16") and not settings.get("use_cpu"))
     if not torch.cuda.is_available() and "use_cpu" not in settings:
         settings["use_cpu"] = True
     if "bf16" in settings or "fp16" in settings:
