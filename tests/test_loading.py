@@ -126,23 +126,23 @@ UNSLOTH = (
     "on_model_resolved quantization_config float8_training num_labels offload_layers prefetch_depth local_files_only "
     "cache_dir rope_parameters max_memory return_logits fullgraph auto_model whisper_language whisper_task "
     "unsloth_force_compile target_parameters"
-).split()
+)
 UNSLOTH_PEFT = (
     "model r target_modules lora_alpha lora_dropout bias layers_to_transform layers_pattern finetune_last_n_layers "
     "use_gradient_checkpointing random_state max_seq_length use_rslora modules_to_save init_lora_weights loftq_config "
     "temporary_location qat_scheme target_parameters ensure_weight_tying offload_layers checkpoint_skip_layers use_dora "
     "exclude_modules prefetch_depth lora_bias block_swap_layers finetune_vision_layers finetune_language_layers "
     "finetune_attention_modules finetune_mlp_modules finetune_audio_layers task_type"
-).split()
+)
 
 
 def test_every_argument_of_an_unsloth_script_is_known(base):
     own = set(inspect.signature(FastLanguageModel.from_pretrained).parameters) | set(WITHOUT_EFFECT)
-    assert set(UNSLOTH) <= own | set(NOT_SUPPORTED)
+    assert set(UNSLOTH.split()) <= own | set(NOT_SUPPORTED)
     neutral = {name: values[0] for name, values in NOT_SUPPORTED.items()}
     model = load(base, **neutral, **dict.fromkeys(WITHOUT_EFFECT, 0.7))
     own = set(inspect.signature(FastLanguageModel.get_peft_model).parameters) | set(WITHOUT_EFFECT_PEFT)
-    assert set(UNSLOTH_PEFT) <= own | set(NOT_SUPPORTED_PEFT) | set(LoraConfig.__dataclass_fields__)
+    assert set(UNSLOTH_PEFT.split()) <= own | set(NOT_SUPPORTED_PEFT) | set(LoraConfig.__dataclass_fields__)
     neutral = {name: values[0] for name, values in NOT_SUPPORTED_PEFT.items()}
     FastLanguageModel.get_peft_model(model, **neutral, **dict.fromkeys(WITHOUT_EFFECT_PEFT, 2048))
     for name in NOT_SUPPORTED:
@@ -381,7 +381,10 @@ def narrower(tensors):
         (lambda d: edit_tensors(d / ADAPTER, lambda t: dict(list(t.items())[1:])), ValueError, "it lacks base_model"),
         (lambda d: (d / ADAPTER).unlink(), FileNotFoundError, "holds no weights: adapter_model.safetensors"),
     ],
-    ids="cut list nothing type rank-4 rank-0 targets task no-base no-hub-base narrower one-less no-weights".split(),
+    ids=[
+        "cut", "list", "nothing", "type", "rank-4", "rank-0", "targets", "task", "no-base", "no-hub-base", "narrower",
+        "one-less", "no-weights",
+    ],
 )  # fmt: skip
 def test_broken_adapters(adapter, copied, change, error, says):
     here = copied(adapter)
