@@ -2,6 +2,7 @@
 
 import shutil
 
+import datasets
 import peft
 import pytest
 import tiny
@@ -87,7 +88,7 @@ def test_resume_is_the_run_that_never_stopped(tmp_path, checkpoint, case):
 
 def test_dropout_masks_differ_from_step_to_step(tmp_path, checkpoint):
     """With no learning, losses of one repeated batch differ by the masks alone; without dropout they are equal."""
-    same = training.datasets.Dataset.from_list([training.rows()[0]] * 8)
+    same = datasets.Dataset.from_list([training.rows()[0]] * 8)
     for dropout in (0.0, 0.3):
         model = fresh(checkpoint, "16bit", dropout=dropout)
         run = training.train(training.sft(model, tmp_path, same, learning_rate=0.0))

@@ -1,9 +1,11 @@
 """transformers' Trainer and a plain PyTorch loop compute the same numbers with a patched model; who decides what is recomputed."""
 
+import datasets
 import pytest
 import tiny
 import torch
 import training
+import transformers
 from torch.nn.utils import clip_grad_norm_
 
 from fastlm import FastLanguageModel
@@ -43,7 +45,7 @@ def test_a_step_without_labels_changes_nothing(tmp_path, make):
     data = training.rows().to_list()
     for row in data[2:4]:
         row["labels"] = [-100] * len(row["labels"])
-    data = training.datasets.Dataset.from_list(data)
+    data = datasets.Dataset.from_list(data)
     # TRL drops such rows itself unless rows are taken as they are
     args = dict(dataset_kwargs=dict(skip_prepare_dataset=True)) if make is training.sft else {}
     args |= dict(train_sampling_strategy="sequential", optim="sgd", learning_rate=0.1, lr_scheduler_type="constant")
@@ -69,7 +71,7 @@ def test_transformers_trainer_in_mixed_precision(tmp_path, lora, no_logits):
 
 def batches(number: int = 6):
     """Padded batches of two rows with labels of their own; transformers' collator pads labels with -100."""
-    collate = training.transformers.DataCollatorForSeq2Seq(training.tokenizer())
+    collate = transformers.DataCollatorForSeq2Seq(training.tokenizer())
     data = training.rows()
     return [dict(collate([data[i % 8], data[(i + 3) % 8]])) for i in range(number)]
 
