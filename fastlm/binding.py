@@ -171,7 +171,9 @@ def patch(model: nn.Module, strict: bool = False, keep_attention: bool = False) 
     """
     base = adapters.base_model(model)
     if not loading.is_causal_lm(base):
-        raise TypeError(f"a causal language model of transformers (or a PEFT model around one) is needed, got {type(base).__name__}")
+        raise TypeError(
+            f"a causal language model of transformers (or a PEFT model around one) is needed, got {type(base).__name__}"
+        )
     family = find_family(base)
     state = state_of(model)
     if state is None:

@@ -203,7 +203,10 @@ def test_adapter_settings(settings):
 
 @pytest.mark.parametrize("settings", [dict(use_dora=True), dict(lora_bias=True)], ids=lambda s: "-".join(s))
 def test_what_cannot_be_fused_runs_stock_and_says_so(settings):
-    stock, ours = tiny.with_lora(tiny.model("llama"), **settings), tiny.with_lora(tiny.model("llama", attention="sdpa"), **settings)
+    stock, ours = (
+        tiny.with_lora(tiny.model("llama"), **settings),
+        tiny.with_lora(tiny.model("llama", attention="sdpa"), **settings),
+    )
     fastlm.patch_model(ours)
     assert_same_step(stock, ours, tiny.padded_batch())
     rows = [row for row in fastlm.report(ours) if row.fallback_calls]

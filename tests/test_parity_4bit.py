@@ -28,7 +28,8 @@ def load(path, dtype, attention):
 def pair(tmp_path, name, dtype=torch.float32, lora_dtype=None, **settings):
     tiny.model(name, **SHAPE).save_pretrained(tmp_path)
     stock, ours = (
-        tiny.with_lora(load(tmp_path, dtype, attention), dtype=lora_dtype, **settings) for attention in ("eager", "sdpa")
+        tiny.with_lora(load(tmp_path, dtype, attention), dtype=lora_dtype, **settings)
+        for attention in ("eager", "sdpa")
     )
     return stock, fastlm.patch_model(ours, strict=True)
 

@@ -33,7 +33,10 @@ def batches():
 @pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen2-windowed-layer", "qwen3"])
 def test_block_is_no_worse_than_stock(name, dtype):
     """RMS error of all gradients to the float32 truth, over batches of every layout: at most 1.1 times stock's."""
-    stock, ours = on_gpu(name, DTYPES[dtype], "eager"), fastlm.patch_model(on_gpu(name, DTYPES[dtype], "sdpa"), strict=True)
+    stock, ours = (
+        on_gpu(name, DTYPES[dtype], "eager"),
+        fastlm.patch_model(on_gpu(name, DTYPES[dtype], "sdpa"), strict=True),
+    )
     exact = on_gpu(name, torch.float32, "eager").double()
     for truth, rounded in zip(exact.parameters(), stock.parameters(), strict=True):
         truth.data.copy_(rounded.data)

@@ -54,7 +54,9 @@ def config(name: str, **over) -> transformers.PretrainedConfig:
 def model(name: str, dtype: torch.dtype = torch.float32, attention: str = "eager", seed: int = 0, **over):
     """A stock model with every norm, bias and weight away from its initial value."""
     torch.manual_seed(seed)
-    made = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config(name, **over)), attn_implementation=attention)
+    made = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(config(name, **over)), attn_implementation=attention
+    )
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in made.parameters():

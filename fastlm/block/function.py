@@ -55,7 +55,9 @@ def _heads(packed: Tensor, layer: Layer, batch: int) -> list[Tensor]:
     return [y.view(batch, y.shape[0] // max(1, batch), -1, size) for y in packed.split(layer.spec.widths, dim=1)]
 
 
-def _attend(x: Tensor, batch: int, cos: Tensor, sin: Tensor, layer: Layer, qkv: StackedLinear, records: bool) -> _Attended:
+def _attend(
+    x: Tensor, batch: int, cos: Tensor, sin: Tensor, layer: Layer, qkv: StackedLinear, records: bool
+) -> _Attended:
     """x [T, D] -> the attention's output. `records`: its gradient will be asked for, with q, k and v as leaves."""
     spec = layer.spec
     normed, _, rstd = _norm(x, layer.input_norm, layer)
@@ -78,9 +80,7 @@ def _flat(out: Tensor) -> Tensor:
     return out.detach().reshape(out.shape[0] * out.shape[1], -1)
 
 
-def _attend_bwd(
-    dflat: Tensor, first: _Attended, cos: Tensor, sin: Tensor, layer: Layer, keeps: bool
-) -> Tensor:
+def _attend_bwd(dflat: Tensor, first: _Attended, cos: Tensor, sin: Tensor, layer: Layer, keeps: bool) -> Tensor:
     """Gradient of the stacked projections [T, sum of their widths] from that of the attention's output [T, H*E]."""
     dpacked = torch.empty_like(first.packed)
     batch = first.out.shape[0]
@@ -169,7 +169,9 @@ class BlockFunction(torch.autograd.Function):
         return dx, None, None, None, *qkv_grads, *out_grads, *mlp_grads
 
 
-def _linears(layer: Layer, tensors: Sequence[Tensor | None], dtype: torch.dtype, holds: bool = False) -> list[StackedLinear]:
+def _linears(
+    layer: Layer, tensors: Sequence[Tensor | None], dtype: torch.dtype, holds: bool = False
+) -> list[StackedLinear]:
     """The layer's four groups of projections: q|k|v, o, gate|up, down."""
     groups = (layer.qkv, layer.out, layer.gate_up, layer.down)
     return [

@@ -1,10 +1,13 @@
-"""Device functions on rows of rotary pairs: a row is one head of one token, its E values are E/2 pairs.
+"""Device functions on rows of rotary pairs, and their rotation in torch: a row is one head of one token, its E values are E/2 pairs.
 
 Pair p < R/2 turns; its members lie at (p, p + R/2), or at (2p, 2p + 1) if interleaved. The E - R values that do
 not turn are taken as pairs too, of cos 1 and sin 0, so that every row is two tiles of one width whatever the layout.
 """
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
 
 from fastlm_kernels._launch import tl, triton
 
@@ -96,3 +99,20 @@ def load_angles(
     cos = tl.load(tables[0] + entry[:, None] + offs, mask=mask, other=1.0).to(tl.float32)
     sin = tl.load(tables[1] + entry[:, None] + offs, mask=mask, other=0.0).to(tl.float32)
     return cos, sin
+
+
+def turn_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, position_ids: Tensor | None) -> Tensor:
+    """The rotation in torch: x [B, S, H, E] -> float32, each product rounded to the promoted dtype of x and cos."""
+    dtype = torch.promote_types(x.dtype, cos.dtype)
+    cos, sin = (table.float() if position_ids is None else table[position_ids].float() for table in (cos, sin))
+    half = cos.shape[-1] // 2
+    cos, sin = cos[..., None, :half], sin[..., None, :half]
+    rotary, passed = x.float()[..., : 2 * half], x.float()[..., 2 * half :]
+    first, second = (rotary[..., 0::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, dim=-1)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return (a * b).to(dtype).float()
+
+    turned = (product(first, cos) - product(second, sin), product(second, cos) + product(first, sin))
+    together = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((together, passed), -1)

@@ -315,5 +315,3 @@ def check_projections(x: Tensor, projections: Sequence[Projection]) -> None:
             raise ValueError(f"projection {i}: bias must be [{n}], got {tuple(p.bias.shape)}")
         if not 0.0 <= p.dropout < 1.0:
             raise ValueError(f"projection {i}: dropout must be in [0, 1), got {p.dropout}")
-
-

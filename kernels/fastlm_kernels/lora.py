@@ -91,7 +91,8 @@ def unstacked(prefix_inputs):
 def _case_op(x, **named):
     weights, biases, lora_as, lora_bs, scalings = unstacked(named)
     projections = [
-        Projection(w, bias, a, b, s) for w, bias, a, b, s in zip(weights, biases, lora_as, lora_bs, scalings, strict=True)
+        Projection(w, bias, a, b, s)
+        for w, bias, a, b, s in zip(weights, biases, lora_as, lora_bs, scalings, strict=True)
     ]
     return lora_linear(x, projections)
 

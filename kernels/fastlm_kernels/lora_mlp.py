@@ -129,7 +129,9 @@ def _mlp_op(x, **named):
 
 def _mlp_reference(x, **named):
     weights, biases, lora_as, lora_bs, scalings = unstacked(named)
-    layer = lambda x, i: lora_linear_reference(x, *([each[i]] for each in (weights, biases, lora_as, lora_bs, scalings)))
+    layer = lambda x, i: lora_linear_reference(
+        x, *([each[i]] for each in (weights, biases, lora_as, lora_bs, scalings))
+    )
     return layer(F.silu(layer(x, 0)) * layer(x, 1), 2)
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from fastlm_kernels._case import Case, build, randn
 from fastlm_kernels._launch import RowLaunch, multiprocessors, next_power_of_2, runs_triton, tl, triton
-from fastlm_kernels._rope_pairs import load_angles, load_pairs, place_rows, rounded, store_pairs, turn
+from fastlm_kernels._rope_pairs import load_angles, load_pairs, place_rows, rounded, store_pairs, turn, turn_torch
 
 # B batch, S sequence, H query heads, K key heads, E head size, R rotary size, P rows of a position table
 # In kernels a row is one head of one token; its E values are E/2 pairs, those past R/2 being pairs that do not turn.
@@ -198,23 +198,6 @@ def _grid(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor |
     return [n_batch * blocks for blocks in per_batch], per_batch, (cos, sin, position_ids), strides, constants
 
 
-def _turn_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, position_ids: Tensor | None) -> Tensor:
-    """The rotation in torch: x [B, S, H, E] -> float32, each product rounded to the promoted dtype of x and cos."""
-    dtype = torch.promote_types(x.dtype, cos.dtype)
-    cos, sin = (table.float() if position_ids is None else table[position_ids].float() for table in (cos, sin))
-    half = cos.shape[-1] // 2
-    cos, sin = cos[..., None, :half], sin[..., None, :half]
-    rotary, passed = x.float()[..., : 2 * half], x.float()[..., 2 * half :]
-    first, second = (rotary[..., 0::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, dim=-1)
-
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return (a * b).to(dtype).float()
-
-    turned = (product(first, cos) - product(second, sin), product(second, cos) + product(first, sin))
-    together = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat((together, passed), -1)
-
-
 def rope_fwd(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
     eps: float = 1e-6, weight_offset: float = 0.0, interleaved: bool = False, position_ids: Tensor | None = None,
@@ -238,7 +221,7 @@ def rope_fwd(
             if weight is not None:
                 rstd = torch.rsqrt(x.float().square().mean(-1) + eps)
                 x = (x.float() * rstd[..., None] * (weight.float() + weight_offset)).to(x.dtype)
-            out.copy_(_turn_torch(x, cos, -sin if inverse else sin, interleaved, position_ids))
+            out.copy_(turn_torch(x, cos, -sin if inverse else sin, interleaved, position_ids))
             rstds.append(rstd)
         return q_out, k_out, rstds[0], rstds[1]
     q_rstd = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if has_norm else None
@@ -280,7 +263,7 @@ def rope_bwd(
         dweights = []
         for dy, x, weight, rstd, out in ((dq, q, q_weight, q_rstd, dq_out), (dk, k, k_weight, k_rstd, dk_out)):
             normed = x.float() * rstd[..., None]
-            dn = _turn_torch(dy, cos, -sin, interleaved, position_ids).to(dy.dtype).float()
+            dn = turn_torch(dy, cos, -sin, interleaved, position_ids).to(dy.dtype).float()
             dweights.append((dn * normed).sum((0, 1, 2)).to(weight.dtype) if needs_dweight else None)
             dn = (dn * (weight.float() + weight_offset)).to(dy.dtype).float()
             out.copy_(rstd[..., None] * (dn - normed * (dn * normed).mean(-1, keepdim=True)))
