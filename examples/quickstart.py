@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from fastlm import FastLanguageModel, report
 
 
-def answer(model, tokenizer, rows: list[dict[str, str]], batch_size: int = 40) -> list[str]:
+def answer(model, tokenizer, rows: list[dict[str, str]], batch_size: int = 50) -> list[str]:
     """What the model writes after each prompt, greedily."""
     FastLanguageModel.for_inference(model)
     texts = []
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
-    steps, batch_size, n_held_out = (2, 2, 4) if options.smoke else (40, 16, 120)
+    steps, batch_size, n_held_out = (2, 2, 4) if options.smoke else (40, 16, 100)
     train, held_out = orders(TRAINED, steps * batch_size, options.seed), orders(HELD_OUT, n_held_out, options.seed)
 
     model, tokenizer = FastLanguageModel.from_pretrained(

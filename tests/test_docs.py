@@ -60,6 +60,12 @@ def test_links_and_commands_exist():
     )
 
 
+def test_every_op_is_in_the_kernels_table():
+    files = {path.name for path in (ROOT / "kernels/fastlm_kernels").glob("[a-z]*.py")} - {"testing.py"}
+    table = (ROOT / "kernels/README.md").read_text()
+    assert set(re.findall(r"^\| \[\w+\]\(fastlm_kernels/(\w+\.py)\)", table, re.MULTILINE)) == files
+
+
 @pytest.fixture
 def tables():
     spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks/tables.py")
