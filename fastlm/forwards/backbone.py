@@ -51,10 +51,15 @@ def mask_function(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """transformers' mask hook: None for whole rows, whose padding and packing the layout describes, else SDPA's mask."""
+    """transformers' mask hook: None for whole rows, whose padding and packing the layout describes, else SDPA's mask.
+
+    A padding mask [B, 1, S] comes from our backbone, which made a layout of it; one [B, S] comes from elsewhere (generation asks for
+    masks before it calls the model), and nothing else will tell the attention of it.
+    """
+    is_described = attention_mask is None or attention_mask.ndim == 3
+    if attention_mask is not None and is_described:
+        attention_mask = attention_mask[:, 0].bool()
     is_whole_row = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
-    # a padding mask of another shape has no layout
-    is_described = attention_mask is None or attention_mask.shape == (batch_size, kv_length)
     # `use_vmap` marks a mask that the model combines with one of its own
     if is_whole_row and is_described and not use_vmap:
         return None
@@ -122,6 +127,13 @@ def _packed(positions: Tensor, caches: bool) -> SequenceLayout | None:
     return packed_layout(positions)
 
 
+def _has_holes(attention_mask: Tensor) -> bool:
+    """Whether padding lies between the tokens of a row; attention_mask [B, S]."""
+    is_real = attention_mask.bool()
+    starts = (is_real[:, 1:] & ~is_real[:, :-1]).sum(1) + is_real[:, 0]
+    return bool((starts > 1).any())
+
+
 def forward(
     self: nn.Module,
     input_ids: torch.Tensor | None = None,
@@ -142,6 +154,11 @@ def forward(
             layout = padded_layout(attention_mask)
             if layout is None:
                 attention_mask = None
+            elif patch_of(self).facts.window != "none" and _has_holes(attention_mask):
+                # a window counts the tokens that a hole hides, and the layout leaves them out
+                layout = None
+            else:
+                attention_mask = attention_mask[:, None]
         elif attention_mask is None and position_ids is not None and past_key_values is None:
             caches = self.config.use_cache if use_cache is None else use_cache
             layout = _packed(position_ids.expand(rows.shape[0], -1), caches)
