@@ -317,6 +317,9 @@ def load_tokenizer(config: LoadConfig, source: Source) -> Any:
         directory = _directory(source.adapter)
         if directory is not None and "tokenizer_config.json" in os.listdir(directory):
             where, is_local = directory, True
+    if is_local and not _tokenizer_files(where):
+        # transformers would make one without a vocabulary up
+        raise FileNotFoundError(f"{where} holds no tokenizer: save it there with tokenizer.save_pretrained")
     try:
         with _naming(Source(where, None if is_local else source.adapter, is_local)):
             return AutoTokenizer.from_pretrained(
@@ -327,27 +330,21 @@ def load_tokenizer(config: LoadConfig, source: Source) -> Any:
                 cache_dir=config.cache_dir,
                 revision=config.revision if where == config.model_name else None,
             )
-    except Exception as error:
+    except Exception:
         # what the tokenizers library raises has no type of its own and names no file
         if is_local:
-            _explain_tokenizer(where, error)
+            _explain_tokenizer(where)
         raise
 
 
-def _explain_tokenizer(directory: str, error: Exception) -> None:
-    """Raises a clearer error than transformers' where the files show what is wrong.
+def _tokenizer_files(directory: str) -> list[str]:
+    starts = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+    return [name for name in sorted(os.listdir(directory)) if name.startswith(starts)]
 
-    Raises:
-        FileNotFoundError: if there is no tokenizer.
-        ValueError: naming the damaged file.
-    """
-    starts = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
-    names = [name for name in sorted(os.listdir(directory)) if name.startswith(starts)]
-    if not names:
-        raise FileNotFoundError(
-            f"{directory} holds no tokenizer: save it there with tokenizer.save_pretrained"
-        ) from error
-    for name in names:
+
+def _explain_tokenizer(directory: str) -> None:
+    """Raises ValueError naming the file, where one of the tokenizer's is damaged: transformers' own error names none."""
+    for name in _tokenizer_files(directory):
         if name.endswith(".json"):
             files.read_json(os.path.join(directory, name))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,11 +90,15 @@ def _row(name: str, modules: list[tuple[str, nn.Module]], stock_reasons: list[st
         if patch is not None and patch.active:
             patches.append((module, patch))
     reasons = list(dict.fromkeys(stock_reasons))
+    counts: Counter[str] = Counter()
     for _, patch in patches:
-        reasons += [f"{count} calls: {reason}" for reason, count in patch.fallbacks.items()]
+        counts.update(patch.fallbacks)
+    reasons += [f"{count} calls: {reason}" for reason, count in counts.items()]
     block = next((patch for _, patch in patches if patch.part == "block"), None)
     path = "parts" if patches else "stock"
-    if block is not None and not trains_own_weights(modules[0][1]):
+    if block is not None and trains_own_weights(modules[0][1]):
+        reasons.append("its own weights are trained, which is autograd's work")
+    elif block is not None:
         path = "block"
         if block.calls == sum(block.fallbacks.values()) and any(patch.calls for _, patch in patches):
             path = "parts"
@@ -106,7 +111,7 @@ def _row(name: str, modules: list[tuple[str, nn.Module]], stock_reasons: list[st
         path=path,
         device=binding.device_path(modules[0][1]) if patches else "torch",
         attention=next((patch.backend for _, patch in patches if patch.backend), ""),
-        parts=tuple(dict.fromkeys(patch.part for _, patch in patches)),
+        parts=tuple(dict.fromkeys(p.part for _, p in patches if path == "block" or p.part != "block")),
         reason="; ".join(reasons),
         calls=sum(patch.calls for _, patch in patches),
         fallback_calls=sum(sum(patch.fallbacks.values()) for _, patch in patches),

@@ -131,8 +131,10 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
     train_dataset = _as_dataset(train_dataset)
     if "eval_dataset" in kwargs:
         kwargs["eval_dataset"] = _as_dataset(kwargs["eval_dataset"])
+    if "tokenizer" in kwargs:
+        raise TypeError("get_trainer() takes the tokenizer as processing_class, as TRL names it")
     if train_dataset is None or (hasattr(train_dataset, "__len__") and len(train_dataset) == 0):
-        raise ValueError("train_dataset is empty: there is nothing to train on")
+        raise ValueError("train_dataset is empty or missing: there is nothing to train on")
     state = binding.state_of(model)
     if args is None or isinstance(args, dict):
         settings = dict(args or {})
