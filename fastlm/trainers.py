@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import sys
+from collections.abc import Sized
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
 
     Raises:
         TypeError: if args is neither, or an argument is unknown to SFTConfig.
-        ValueError: for an empty data set, or bf16=True on a GPU without bfloat16.
+        ValueError: for a data set without a token to train on, or bf16=True on a GPU without bfloat16.
     """
     trl = importlib.import_module("trl")
     train_dataset = _as_dataset(train_dataset)
@@ -145,7 +146,18 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
     elif not isinstance(args, trl.SFTConfig):
         raise TypeError(f"args must be an SFTConfig or a dict of its arguments, got {type(args).__name__}")
     _refuse_bf16(args.bf16 and not args.use_cpu)
-    return trl.SFTTrainer(model=model, train_dataset=train_dataset, args=args, **kwargs)
+    trainer = trl.SFTTrainer(model=model, train_dataset=train_dataset, args=args, **kwargs)
+    if _is_empty(trainer.train_dataset):
+        raise ValueError(
+            "no row of train_dataset has a token to train on: all labels are -100, in every row. Look at what masks them "
+            "(completion_only_loss, assistant_only_loss, train_on_responses_only, or a max_length that cuts every answer)"
+        )
+    return trainer
+
+
+def _is_empty(rows: Any) -> bool:
+    """Whether a data set that knows its length has no rows."""
+    return isinstance(rows, Sized) and len(rows) == 0
 
 
 def _as_dataset(rows: Any) -> Any:

@@ -146,6 +146,9 @@ def test_trainers_refuse_what_cannot_be_trained():
         with pytest.raises(ValueError, match="train_dataset is empty"):
             make(model, train_dataset=empty, args=TRAINED)
     rows = training.rows((5, 6))
+    masked = datasets.Dataset.from_list([dict(input_ids=[5, 6, 7], labels=[-100] * 3)] * 2)
+    with pytest.raises(ValueError, match="no row of train_dataset has a token to train on: all labels are -100"):
+        make(model, train_dataset=masked, args=TRAINED, processing_class=training.tokenizer())
     with pytest.raises(TypeError, match="must be an SFTConfig or a dict of its arguments, got TrainingArguments"):
         make(model, train_dataset=rows, args=transformers.TrainingArguments("unused"))
     with pytest.raises(TypeError, match="learning_speed"):
