@@ -176,15 +176,8 @@ def _naming(source: Source) -> Iterator[None]:
 
 def _config(config: LoadConfig, source: Source, common: dict[str, Any]) -> tuple[Any, int | None]:
     """The model's config with the requested window, and the longest row to expect; None if the model has no window."""
-    try:
+    with _naming(source):
         model_config = AutoConfig.from_pretrained(source.model, **common)
-    except OSError as error:
-        if source.is_local:
-            raise
-        whose = f", the base model of the adapter {source.adapter!r}," if source.adapter is not None else ""
-        raise OSError(
-            f"{source.model!r}{whose} is no directory here and cannot be had from the hub: {error}"
-        ) from error
     text_config = model_config.get_text_config()
     # a config has the settings of its own kind of model only: some take rows of any length, some have no RoPE
     window = getattr(text_config, "max_position_embeddings", None)
