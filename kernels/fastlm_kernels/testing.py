@@ -77,8 +77,9 @@ def _error(got: Tensor, truth: Tensor) -> float:
 
 
 def check_case(
-    case: Case, shape: Shape, dtype: torch.dtype, device: torch.device | str, strided: bool = False, slack: float = 0.0
-) -> None:
+    case: Case, shape: Shape, dtype: torch.dtype, device: torch.device | str, strided: bool = False,
+    slack: float = 0.0, draws: int | None = None,
+) -> None:  # fmt: skip
     """Forward and every gradient of one shape: |truth - ours| <= |truth - torch| + one rounding.
 
     Args:
@@ -87,16 +88,18 @@ def check_case(
         strided: use the case's non-contiguous inputs.
         slack: further error allowed, relative to the largest true value. Zero on a GPU; Triton's interpreter
             truncates bfloat16 stores where hardware rounds, so tests there pass one bfloat16 unit.
+        draws: over how many inputs the errors are averaged; the case's own number by default.
 
     Raises:
         AssertionError: naming the tensor, both errors and the bound.
     """
     totals: dict[str, list[float]] = {}
-    for seed in range(case.draws):
+    draws = draws or case.draws
+    for seed in range(draws):
         for what, *figures in _figures(case, shape, dtype, torch.device(device), strided, seed):
             totals[what] = [a + b for a, b in zip(totals.get(what, [0.0] * 4), figures, strict=True)]
     for what, figures in totals.items():
-        error, eager, size, rounding = (total / case.draws for total in figures)
+        error, eager, size, rounding = (total / draws for total in figures)
         allowed = eager + (rounding + 1e-6 + slack) * size
         assert error <= allowed, (
             f"{case.name} {what} {tuple(shape)} {dtype}: off by {error:.3g}, torch by {eager:.3g}, allowed {allowed:.3g}"
