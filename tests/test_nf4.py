@@ -1,4 +1,4 @@
-"""nf4_decode beyond its CASE: bitsandbytes' own decoding, caller's buffers, unaligned weights, errors."""
+"""NF4 decoding beyond the CASEs: bitsandbytes' own decoding, callers' buffers, stacks, unaligned weights, errors."""
 
 import dataclasses
 import math
@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from fastlm_kernels import _launch
-from fastlm_kernels.nf4 import CODE, NF4Weight, nf4_decode, nf4_decode_reference
+from fastlm_kernels import _launch, nf4
+from fastlm_kernels.nf4 import CODE, NF4Weight, nf4_decode, nf4_decode_reference, nf4_decode_stacked
 
 CANARY = 12345.0
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -31,9 +31,9 @@ def _weight(shape, blocksize=64):
     return NF4Weight(packed, torch.rand(-(-n_values // blocksize), generator=generator), shape, blocksize)
 
 
-def _quantized(shape, dtype, is_nested, device="cpu", blocksize=64):
+def _quantized(shape, dtype, is_nested, device="cpu", blocksize=64, seed=0):
     functional = pytest.importorskip("bitsandbytes").functional
-    dense = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device=device, dtype=dtype)
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
     packed, state = functional.quantize_4bit(
         dense, blocksize=blocksize, quant_type="nf4", compress_statistics=is_nested
     )
@@ -65,6 +65,75 @@ def test_equals_bitsandbytes(path, shape, is_nested, dtype):
 def test_equals_bitsandbytes_on_the_gpu(shape, is_nested, dtype):
     weight, expected = _quantized(shape, DTYPES[dtype], is_nested, "cuda")
     assert torch.equal(nf4_decode(weight, DTYPES[dtype]), expected)
+
+
+# Rows of each weight, their columns, and extra columns of the buffer. Columns are a multiple of 64 or none of 16: between
+# them bitsandbytes' own decoding on a CPU reads the absmax of other blocks.
+STACKS = {
+    "grouped-heads": ((96, 32, 32), 64, 0),
+    "augmented": ((96, 32, 32), 64, 16),
+    "two-in-several-programs": ((70, 75), 128, 8),
+    "four": ((16, 8, 24, 3), 40, 24),
+    "seven": ((8,) * 7, 24, 0),
+    "odd-columns": ((3, 5, 4), 7, 0),
+    "odd-columns-augmented": ((3, 50, 40, 9), 45, 3),
+    "even-columns-augmented": ((5, 6), 10, 5),
+    "an-empty-weight": ((0, 9, 0, 5), 24, 8),
+    "one": ((12,), 64, 4),
+}
+
+
+def _stack(name, dtype, is_nested, device="cpu"):
+    rows, n_cols, extra = STACKS[name]
+    pairs = [_quantized((n, n_cols), DTYPES[dtype], is_nested, device, seed=i) for i, n in enumerate(rows)]
+    buffer = torch.full((sum(rows) + 3, n_cols + extra), CANARY, dtype=DTYPES[dtype], device=device)
+    return [weight for weight, _ in pairs], torch.cat([expected for _, expected in pairs]), buffer
+
+
+def _check_stack(weights, expected, buffer, tolerance=0.0):
+    canary = buffer[-1, -1].item()
+    assert nf4_decode_stacked(weights, buffer) is buffer
+    n_rows, n_cols = expected.shape
+    torch.testing.assert_close(buffer[:n_rows, :n_cols], expected, rtol=tolerance, atol=0.0)
+    buffer[:n_rows, :n_cols] = canary
+    assert (buffer == canary).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("name", STACKS)
+def test_stack_equals_bitsandbytes_and_touches_nothing_else(path, name, is_nested, dtype):
+    # the interpreter truncates where hardware rounds, as above
+    tolerance = 2.0**-7 if (path, dtype) == ("interpreter", "bf16") else 0.0
+    _check_stack(*_stack(name, dtype, is_nested), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_nested", [False, True], ids=["plain", "nested"])
+@pytest.mark.parametrize("name", STACKS)
+def test_stack_equals_bitsandbytes_on_the_gpu(name, is_nested, dtype):
+    _check_stack(*_stack(name, dtype, is_nested, "cuda"))
+
+
+@pytest.mark.parametrize("count,launches", [(1, 1), (2, 1), (3, 1), (4, 1), (7, 2)])
+def test_weights_of_one_layout_share_a_launch(path, count, launches, monkeypatch):
+    if path == "torch":
+        pytest.skip("launches nothing")
+    launched = []
+    monkeypatch.setattr(nf4, "_launch", lambda weights, out: launched.append(len(weights)))
+    nf4_decode_stacked([_weight((8, 64)) for _ in range(count)], torch.empty(8 * count, 64))
+    assert len(launched) == launches and sum(launched) == count
+
+
+def test_weights_of_different_layouts_stack(path):
+    plain, coarse = _weight((6, 64)), _weight((4, 64), blocksize=128)
+    nested, expected = _quantized((8, 64), torch.float32, True)
+    moved = dataclasses.replace(plain, packed=torch.cat((plain.packed.new_zeros(1), plain.packed))[1:])
+    weights = [plain, moved, coarse, coarse, nested]
+    buffer = torch.full((33, 70), CANARY)
+    truth = torch.cat([*(nf4_decode(weight, torch.float32) for weight in weights[:-1]), expected])
+    _check_stack(weights, truth, buffer)
 
 
 @pytest.mark.gpu
@@ -133,3 +202,17 @@ def test_wrong_fields_are_named():
         nf4_decode(weight, torch.float32, out=torch.empty(4, 31))
     with pytest.raises(ValueError, match=r"\(1, 4\)"):
         nf4_decode(weight, torch.float32, out=torch.empty(32, 4).t())
+
+
+def test_wrong_stacks_are_named():
+    weight = _weight((4, 32))
+    with pytest.raises(ValueError, match="at least one weight"):
+        nf4_decode_stacked([], torch.empty(4, 32))
+    with pytest.raises(ValueError, match=r"32 columns.* got \(4, 16\)"):
+        nf4_decode_stacked([weight, _weight((4, 16))], torch.empty(8, 32))
+    with pytest.raises(ValueError, match=r"8 rows and 32 columns .* shape \(7, 32\)"):
+        nf4_decode_stacked([weight, weight], torch.empty(7, 32))
+    with pytest.raises(ValueError, match=r"strides \(1, 8\)"):
+        nf4_decode_stacked([weight, weight], torch.empty(32, 8).t())
+    with pytest.raises(ValueError, match="lie on meta"):
+        nf4_decode_stacked([weight], torch.empty(4, 32, device="meta"))

@@ -41,7 +41,7 @@ def forward(
     packed = project((self.q_proj, self.k_proj, self.v_proj), hidden_states, patch)
     q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in packed)
     norms: dict[str, Any] = {}
-    if family.has_qk_norm:
+    if family.qk_norms is not None:
         norms = dict(
             q_weight=self.q_norm.weight,
             k_weight=self.k_norm.weight,

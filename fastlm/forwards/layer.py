@@ -95,7 +95,7 @@ def _describe(
     if x.numel() == 0 or is_decode_step(x):
         raise _Elsewhere
     qk_norms: tuple[Norm | None, Norm | None] = (None, None)
-    if facts.family.has_qk_norm:
+    if facts.family.qk_norms is not None:
         qk_norms = (_norm(attn.q_norm, x, casts), _norm(attn.k_norm, x, casts))
     modules = (
         (attn.q_proj, attn.k_proj, attn.v_proj), (attn.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),

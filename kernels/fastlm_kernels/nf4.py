@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 # items that one program decodes; its values divide blocksize * nested_blocksize, so that it lies in one nested block
 _BLOCK_ITEMS = {8: 512, 2: 1024}
 _NUM_WARPS = 4
+# weights that one launch decodes
+_MAX_WEIGHTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +92,39 @@ class NF4Weight:
                     f"{tensor.numel()} of {tensor.dtype}"
                 )
 
-    @property
+    # What every decoding asks is answered once: fields never change.
+
+    @functools.cached_property
     def is_nested(self) -> bool:
         """Whether absmax is itself quantized."""
         return self.nested_absmax is not None
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @functools.cached_property
+    def layout(self) -> tuple[int, int, bool]:
+        """What weights must share to be decoded by one launch: blocksize, values of an item, whether absmax is nested.
+
+        An item is what the kernel loads at once: a word of 8 values, or a byte of 2 where rows are not whole words of
+        aligned memory.
+        """
+        packed = self.packed.view(-1)
+        has_words = self.shape[1] % 8 == 0 and packed.data_ptr() % 4 == 0 == packed.storage_offset() % 4
+        return self.blocksize, 8 if has_words else 2, self.is_nested
+
+    @functools.cached_property
+    def n_programs(self) -> int:
+        """Kernel programs that decode this weight."""
+        item_values = self.layout[1]
+        return -(-math.prod(self.shape) // (item_values * _BLOCK_ITEMS[item_values]))
+
+    @functools.cached_property
+    def operands(self) -> tuple[Tensor | int | None, ...]:
+        """The kernel's arguments for this weight, in its order."""
+        packed = self.packed.view(-1).view(torch.int32) if self.layout[1] == 8 else self.packed
+        return packed, self.absmax, self.nested_absmax, self.nested_code, self.nested_offset, self.shape[0]
 
 
 @triton.jit
@@ -115,21 +148,27 @@ def _code_table():
 
 
 @triton.jit
-def _nf4_decode_kernel(
-    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, out_ptr,
-    n_items, n_values, n_cols, stride_out_row,
+def _decode_program(
+    program, packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, n_rows, n_cols,
+    out_ptr, out_row, stride_out_row,
     BLOCKSIZE: tl.constexpr, NESTED_BLOCKSIZE: tl.constexpr, IS_NESTED: tl.constexpr, IS_CONTIGUOUS: tl.constexpr,
     ITEM_VALUES: tl.constexpr, BLOCK_ITEMS: tl.constexpr,
 ):  # fmt: skip
-    # An item is what is loaded at once: a word of 8 values, or a byte of 2 where words would not fit. Only scalars are
-    # 64 bits wide: within a program, offsets are small.
-    first_item = tl.program_id(0).to(tl.int64) * BLOCK_ITEMS
+    # items program * BLOCK_ITEMS and following of a weight whose first row is row out_row of out
+    # Only scalars are 64 bits wide: within a program, offsets are small.
+    first_item = program.to(tl.int64) * BLOCK_ITEMS
     first_value = first_item * ITEM_VALUES
     first_block = first_value // BLOCKSIZE
+    n_values = tl.cast(n_rows, tl.int64) * n_cols
+    # words are whole; the last byte of an odd number of values is half full
+    n_items = n_values // 8 if ITEM_VALUES == 8 else (n_values + 1) // 2
     item = tl.arange(0, BLOCK_ITEMS)
     mask_item = item < n_items - first_item
     bits = tl.load(packed_ptr + first_item + item, mask=mask_item, other=0).to(tl.int32)
-    absmax = tl.load(absmax_ptr + first_block + item * ITEM_VALUES // BLOCKSIZE, mask=mask_item, other=0)
+    PROGRAM_BLOCKS: tl.constexpr = max(1, BLOCK_ITEMS * ITEM_VALUES // BLOCKSIZE)
+    block = tl.arange(0, PROGRAM_BLOCKS)
+    mask_block = block < (n_values + BLOCKSIZE - 1) // BLOCKSIZE - first_block
+    absmax = tl.load(absmax_ptr + first_block + block, mask=mask_block, other=0)
     if IS_NESTED:
         absmax = tl.load(nested_code_ptr + absmax.to(tl.int32))
         absmax = absmax * tl.load(nested_absmax_ptr + first_block // NESTED_BLOCKSIZE) + tl.load(nested_offset_ptr)
@@ -137,22 +176,95 @@ def _nf4_decode_kernel(
     within = tl.arange(0, ITEM_VALUES)[None, :]
     index = (bits[:, None] >> ((within * 4) ^ 4)) & 15  # [BLOCK_ITEMS, ITEM_VALUES]
     values = tl.gather(_code_table(), tl.reshape(index, (BLOCK_ITEMS * ITEM_VALUES,)), 0)
-    values = tl.reshape(values, (BLOCK_ITEMS, ITEM_VALUES)) * absmax[:, None]
+    values = tl.reshape(values, (PROGRAM_BLOCKS, BLOCK_ITEMS * ITEM_VALUES // PROGRAM_BLOCKS)) * absmax[:, None]
+    values = tl.reshape(values, (BLOCK_ITEMS, ITEM_VALUES))
     offs = item[:, None] * ITEM_VALUES + within
     mask = mask_item[:, None]
     if ITEM_VALUES == 2:
-        # the last byte of an odd number of values is half full
         mask = mask & (offs < n_values - first_value)
     if IS_CONTIGUOUS:
-        out_ptrs = out_ptr + first_value + offs
+        out_ptrs = out_ptr + tl.cast(out_row, tl.int64) * n_cols + first_value + offs
     else:
-        # rows are whole items: all values of an item share its row
         first_row = first_value // n_cols
-        col = (first_value - first_row * n_cols).to(tl.int32) + item * ITEM_VALUES
-        row = col // n_cols
-        row_offs = (col - row * n_cols) + row.to(tl.int64) * stride_out_row
-        out_ptrs = out_ptr + first_row * stride_out_row + row_offs[:, None] + within
+        first_col = (first_value - first_row * n_cols).to(tl.int32)
+        if ITEM_VALUES == 2:
+            # a byte may hold the end of one row and the start of the next
+            col = first_col + offs
+            row = col // n_cols
+            offs = col - row * n_cols + row.to(tl.int64) * stride_out_row
+        else:
+            # rows are whole words
+            col = first_col + item * ITEM_VALUES
+            row = col // n_cols
+            offs = (col - row * n_cols + row.to(tl.int64) * stride_out_row)[:, None] + within
+        out_ptrs = out_ptr + (out_row + first_row) * stride_out_row + offs
     tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _nf4_decode_kernel(
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, n_rows,
+    out_ptr, n_cols, stride_out_row,
+    BLOCKSIZE: tl.constexpr, NESTED_BLOCKSIZE: tl.constexpr, IS_NESTED: tl.constexpr, IS_CONTIGUOUS: tl.constexpr,
+    ITEM_VALUES: tl.constexpr, BLOCK_ITEMS: tl.constexpr,
+):  # fmt: skip
+    _decode_program(
+        tl.program_id(0), packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, n_rows, n_cols,
+        out_ptr, 0, stride_out_row,
+        BLOCKSIZE, NESTED_BLOCKSIZE, IS_NESTED, IS_CONTIGUOUS, ITEM_VALUES, BLOCK_ITEMS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _n_programs(n_rows, n_cols, ITEM_VALUES: tl.constexpr, BLOCK_ITEMS: tl.constexpr):
+    return tl.cdiv(tl.cast(n_rows, tl.int64) * n_cols, ITEM_VALUES * BLOCK_ITEMS).to(tl.int32)
+
+
+@triton.jit
+def _nf4_decode_stacked_kernel(
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, n_rows,
+    packed_1_ptr, absmax_1_ptr, nested_absmax_1_ptr, nested_code_1_ptr, nested_offset_1_ptr, n_rows_1,
+    packed_2_ptr, absmax_2_ptr, nested_absmax_2_ptr, nested_code_2_ptr, nested_offset_2_ptr, n_rows_2,
+    packed_3_ptr, absmax_3_ptr, nested_absmax_3_ptr, nested_code_3_ptr, nested_offset_3_ptr, n_rows_3,
+    out_ptr, n_cols, stride_out_row,
+    COUNT: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED_BLOCKSIZE: tl.constexpr, IS_NESTED: tl.constexpr,
+    IS_CONTIGUOUS: tl.constexpr, ITEM_VALUES: tl.constexpr, BLOCK_ITEMS: tl.constexpr,
+):  # fmt: skip
+    # the first programs decode the first of COUNT weights, and so on: `stop` is where the programs so far end
+    program = tl.program_id(0)
+    first_program = 0
+    out_row = 0
+    next_row = n_rows
+    stop = _n_programs(n_rows, n_cols, ITEM_VALUES, BLOCK_ITEMS)
+    if program >= stop:
+        packed_ptr, absmax_ptr, n_rows = packed_1_ptr, absmax_1_ptr, n_rows_1
+        first_program, out_row = stop, next_row
+        if IS_NESTED:
+            nested_absmax_ptr, nested_code_ptr = nested_absmax_1_ptr, nested_code_1_ptr
+            nested_offset_ptr = nested_offset_1_ptr
+    if COUNT > 2:
+        stop += _n_programs(n_rows_1, n_cols, ITEM_VALUES, BLOCK_ITEMS)
+        next_row += n_rows_1
+        if program >= stop:
+            packed_ptr, absmax_ptr, n_rows = packed_2_ptr, absmax_2_ptr, n_rows_2
+            first_program, out_row = stop, next_row
+            if IS_NESTED:
+                nested_absmax_ptr, nested_code_ptr = nested_absmax_2_ptr, nested_code_2_ptr
+                nested_offset_ptr = nested_offset_2_ptr
+    if COUNT > 3:
+        stop += _n_programs(n_rows_2, n_cols, ITEM_VALUES, BLOCK_ITEMS)
+        next_row += n_rows_2
+        if program >= stop:
+            packed_ptr, absmax_ptr, n_rows = packed_3_ptr, absmax_3_ptr, n_rows_3
+            first_program, out_row = stop, next_row
+            if IS_NESTED:
+                nested_absmax_ptr, nested_code_ptr = nested_absmax_3_ptr, nested_code_3_ptr
+                nested_offset_ptr = nested_offset_3_ptr
+    _decode_program(
+        program - first_program, packed_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, nested_offset_ptr, n_rows,
+        n_cols, out_ptr, out_row, stride_out_row,
+        BLOCKSIZE, NESTED_BLOCKSIZE, IS_NESTED, IS_CONTIGUOUS, ITEM_VALUES, BLOCK_ITEMS,
+    )  # fmt: skip
 
 
 def _decode_torch(weight: NF4Weight, dtype: torch.dtype) -> Tensor:
@@ -175,6 +287,50 @@ def _code_pairs(device: torch.device) -> Tensor:
     return torch.stack((code.repeat_interleave(16), code.repeat(16)), -1).view(torch.int64).view(-1).to(device)
 
 
+def _decode_into(weights: Sequence[NF4Weight], out: Tensor) -> None:
+    """Decode weights of one K below each other into the first rows and columns of `out`, which fits them."""
+    if not runs_triton(out):
+        first_row = 0
+        for weight in weights:
+            n_rows, n_cols = weight.shape
+            out[first_row : first_row + n_rows, :n_cols].copy_(_decode_torch(weight, out.dtype))
+            first_row += n_rows
+        return
+    n_weights = len(weights)
+    start = first_row = 0
+    while start < n_weights:
+        layout, stop = weights[start].layout, start + 1
+        while stop < n_weights and stop < start + _MAX_WEIGHTS and weights[stop].layout == layout:
+            stop += 1
+        group = weights[start:stop] if stop - start < n_weights else weights
+        _launch(group, out[first_row:] if first_row else out)
+        start = stop
+        if start < n_weights:
+            first_row += sum(weight.shape[0] for weight in group)
+
+
+def _launch(weights: Sequence[NF4Weight], out: Tensor) -> None:
+    """One kernel for up to _MAX_WEIGHTS weights of one layout and K."""
+    n_programs = sum([weight.n_programs for weight in weights])
+    if not n_programs:
+        return
+    first = weights[0]
+    n_cols, stride = first.shape[1], out.stride(0)
+    blocksize, item_values, is_nested = first.layout
+    constants: dict[str, Any] = dict(
+        BLOCKSIZE=blocksize, NESTED_BLOCKSIZE=first.nested_blocksize, IS_NESTED=is_nested,
+        IS_CONTIGUOUS=stride == n_cols, ITEM_VALUES=item_values, BLOCK_ITEMS=_BLOCK_ITEMS[item_values],
+        # a fused multiply-add would skip the rounding between nested_code * nested_absmax and the offset
+        num_warps=_NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    if len(weights) == 1:
+        _nf4_decode_kernel[(n_programs,)](*first.operands, out, n_cols, stride, **constants)
+        return
+    operands = [operand for weight in weights for operand in weight.operands]
+    operands += [None] * (len(first.operands) * (_MAX_WEIGHTS - len(weights)))
+    _nf4_decode_stacked_kernel[(n_programs,)](*operands, out, n_cols, stride, COUNT=len(weights), **constants)
+
+
 def nf4_decode(weight: NF4Weight, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Decode an NF4 weight to a dense one, in one launch and without waiting for the device.
 
@@ -195,38 +351,56 @@ def nf4_decode(weight: NF4Weight, dtype: torch.dtype, out: Tensor | None = None)
     """
     n_rows, n_cols = weight.shape
     if out is None:
-        out = torch.empty((n_rows, n_cols), dtype=dtype, device=weight.packed.device)
-    elif tuple(out.shape) != (n_rows, n_cols) or out.dtype != dtype or out.device != weight.packed.device:
+        out = torch.empty((n_rows, n_cols), dtype=dtype, device=weight.device)
+    elif out.shape != (n_rows, n_cols) or out.dtype != dtype or out.device != weight.device:
         raise ValueError(
-            f"out must be [{n_rows}, {n_cols}] {dtype} on {weight.packed.device}, got {tuple(out.shape)} "
+            f"out must be [{n_rows}, {n_cols}] {dtype} on {weight.device}, got {tuple(out.shape)} "
             f"{out.dtype} on {out.device}"
         )
-    if out.stride(1) != 1 and n_cols > 1:
+    elif out.stride(1) != 1 and n_cols > 1:
         raise ValueError(f"out must have unit column stride, got strides {out.stride()}")
-    if not runs_triton(weight.packed, dtype):
-        return out.copy_(_decode_torch(weight, dtype))
-    is_contiguous = out.is_contiguous()
-    if not is_contiguous and n_cols % 2:
-        # a byte may hold the end of one row and the start of the next
-        return out.copy_(nf4_decode(weight, dtype))
-    n_values = n_rows * n_cols
-    # words need rows of whole words and memory that they divide
-    packed = weight.packed.view(-1)
-    has_words = (
-        n_values if is_contiguous else n_cols
-    ) % 8 == 0 and packed.data_ptr() % 4 == 0 == packed.storage_offset() % 4
-    packed = packed.view(torch.int32) if has_words else packed
-    item_values = 8 if has_words else 2
-    if n_values:
-        block_items = _BLOCK_ITEMS[item_values]
-        _nf4_decode_kernel[(triton.cdiv(packed.numel(), block_items),)](
-            packed, weight.absmax, weight.nested_absmax, weight.nested_code, weight.nested_offset, out,
-            packed.numel(), n_values, n_cols, out.stride(0),
-            BLOCKSIZE=weight.blocksize, NESTED_BLOCKSIZE=weight.nested_blocksize, IS_NESTED=weight.is_nested,
-            IS_CONTIGUOUS=is_contiguous, ITEM_VALUES=item_values, BLOCK_ITEMS=block_items,
-            # a fused multiply-add would skip the rounding between nested_code * nested_absmax and the offset
-            num_warps=_NUM_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    _decode_into((weight,), out)
+    return out
+
+
+def nf4_decode_stacked(weights: Sequence[NF4Weight], out: Tensor) -> Tensor:
+    """Decode NF4 weights that share their input below each other, up to four in a launch, without waiting for the device.
+
+    Args:
+        weights: [N_i, K] each, at least one. Those of one block size and kind of absmax that follow each other are
+            decoded together.
+        out: [sum N or more, K or more], float16, bfloat16 or float32, unit column stride and any row stride. Its first
+            sum N rows and K columns are overwritten, the rest is left as it is. Values are bitsandbytes' exactly
+            where its dtype is the weight's.
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: without a weight, if the weights differ in K, or if `out` is too small, lies on another device or
+            has another column stride than 1.
+        TypeError: for a dtype of `out` that the device's kernels do not take.
+
+    Reference: Dettmers et al. 2023, arXiv:2305.14314.
+    """
+    if not weights:
+        raise ValueError("at least one weight is needed, got none")
+    n_rows, n_cols, device = 0, weights[0].shape[1], out.device
+    for weight in weights:
+        n, k = weight.shape
+        if k != n_cols or weight.device != device:
+            raise ValueError(
+                f"weights must have {n_cols} columns, as the first has, and lie on {device}, as out does; got "
+                f"{tuple(weight.shape)} on {weight.device}"
+            )
+        n_rows += n
+    shape = out.shape
+    if len(shape) != 2 or shape[0] < n_rows or shape[1] < n_cols or (out.stride(1) != 1 and n_cols > 1):
+        raise ValueError(
+            f"out must have at least {n_rows} rows and {n_cols} columns and unit column stride, got shape "
+            f"{tuple(out.shape)} and strides {out.stride()}"
+        )
+    _decode_into(weights, out)
     return out
 
 
@@ -273,16 +447,26 @@ def _strided(inputs):
 
 
 def _builds(cc, dtype):
-    types = dict(absmax_ptr="*fp32", nested_absmax_ptr="*fp32", nested_code_ptr="*fp32", nested_offset_ptr="*fp32")
+    kinds = ("packed", "absmax", "nested_absmax", "nested_code", "nested_offset")
     for item_values, packed in ((8, "*i32"), (2, "*u8")):
-        for is_nested, is_contiguous in ((True, True), (True, False), (False, True)):
+        for count, is_nested, is_contiguous in ((1, True, True), (1, False, False), (3, True, True), (4, True, False)):
             constants = dict(
                 BLOCKSIZE=64, NESTED_BLOCKSIZE=256, IS_NESTED=is_nested, IS_CONTIGUOUS=is_contiguous,
                 ITEM_VALUES=item_values, BLOCK_ITEMS=_BLOCK_ITEMS[item_values],
             )  # fmt: skip
-            kinds = dict(types, packed_ptr=packed, absmax_ptr="*u8" if is_nested else "*fp32")
-            made = build(_nf4_decode_kernel, dtype, constants, _NUM_WARPS, kinds)
-            aligned = (*made.multiples_of_16, "n_items", "n_values")
+            constants |= dict(COUNT=count) if count > 1 else {}
+            types, aligned = {}, []
+            for i in range(_MAX_WEIGHTS if count > 1 else 1):
+                number = f"_{i}" if i else ""
+                pointers = [f"{kind}{number}_ptr" for kind in kinds]
+                types |= dict.fromkeys(pointers, "*fp32") | {pointers[0]: packed}
+                types |= {pointers[1]: "*u8"} if is_nested else {}
+                aligned.append(f"n_rows{number}")
+                absent = [*pointers, aligned[-1]] if i >= count else [] if is_nested else pointers[2:]
+                constants |= dict.fromkeys(absent)
+            kernel = _nf4_decode_stacked_kernel if count > 1 else _nf4_decode_kernel
+            made = build(kernel, dtype, constants, _NUM_WARPS, types)
+            aligned = tuple(name for name in (*made.multiples_of_16, *aligned) if name not in constants)
             yield dataclasses.replace(made, multiples_of_16=aligned, enable_fp_fusion=False)
 
 
