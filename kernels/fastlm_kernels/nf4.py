@@ -450,23 +450,24 @@ def _builds(cc, dtype):
     kinds = ("packed", "absmax", "nested_absmax", "nested_code", "nested_offset")
     for item_values, packed in ((8, "*i32"), (2, "*u8")):
         for count, is_nested, is_contiguous in ((1, True, True), (1, False, False), (3, True, True), (4, True, False)):
-            constants = dict(
+            constants: dict[str, Any] = dict(
                 BLOCKSIZE=64, NESTED_BLOCKSIZE=256, IS_NESTED=is_nested, IS_CONTIGUOUS=is_contiguous,
                 ITEM_VALUES=item_values, BLOCK_ITEMS=_BLOCK_ITEMS[item_values],
             )  # fmt: skip
             constants |= dict(COUNT=count) if count > 1 else {}
-            types, aligned = {}, []
+            types: dict[str, str] = {}
+            n_rows = []
             for i in range(_MAX_WEIGHTS if count > 1 else 1):
                 number = f"_{i}" if i else ""
                 pointers = [f"{kind}{number}_ptr" for kind in kinds]
                 types |= dict.fromkeys(pointers, "*fp32") | {pointers[0]: packed}
                 types |= {pointers[1]: "*u8"} if is_nested else {}
-                aligned.append(f"n_rows{number}")
-                absent = [*pointers, aligned[-1]] if i >= count else [] if is_nested else pointers[2:]
+                n_rows.append(f"n_rows{number}")
+                absent = [*pointers, n_rows[-1]] if i >= count else [] if is_nested else pointers[2:]
                 constants |= dict.fromkeys(absent)
             kernel = _nf4_decode_stacked_kernel if count > 1 else _nf4_decode_kernel
             made = build(kernel, dtype, constants, _NUM_WARPS, types)
-            aligned = tuple(name for name in (*made.multiples_of_16, *aligned) if name not in constants)
+            aligned = tuple(name for name in (*made.multiples_of_16, *n_rows) if name not in constants)
             yield dataclasses.replace(made, multiples_of_16=aligned, enable_fp_fusion=False)
 
 
