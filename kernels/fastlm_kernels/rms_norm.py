@@ -28,7 +28,7 @@ _DWEIGHT_BLOCK = 2048
 @triton.jit
 def _rms_norm_fwd_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, h_ptr, rstd_ptr,
-    stride_x_row, stride_residual_row, n_cols, eps, weight_offset,
+    stride_x_row, stride_residual_row, stride_y_row, n_cols, eps, weight_offset,
     HAS_RESIDUAL: tl.constexpr, CAST_BEFORE_WEIGHT: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -47,13 +47,13 @@ def _rms_norm_fwd_kernel(
     normed = h * rstd
     if CAST_BEFORE_WEIGHT:
         normed = normed.to(x_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(y_ptr + row * n_cols + offs_d, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask_d)
+    tl.store(y_ptr + row * stride_y_row + offs_d, (normed * weight).to(y_ptr.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit
 def _rms_norm_bwd_kernel(
     dy_ptr, dh_ptr, h_ptr, weight_ptr, rstd_ptr, dx_ptr, dweight_ptr,
-    stride_dy_row, stride_dh_row, stride_h_row, n_rows, n_cols, weight_offset,
+    stride_dy_row, stride_dh_row, stride_h_row, stride_dx_row, n_rows, n_cols, weight_offset,
     HAS_DH: tl.constexpr, HAS_DWEIGHT: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     # each program walks over rows program_id, program_id + programs, ... and keeps one partial sum of dweight
@@ -73,7 +73,7 @@ def _rms_norm_bwd_kernel(
         if HAS_DH:
             dh = tl.load(dh_ptr + row_64 * stride_dh_row + offs_d, mask=mask_d, other=0.0)
             dx += dh.to(tl.float32)
-        tl.store(dx_ptr + row_64 * n_cols + offs_d, dx.to(dx_ptr.dtype.element_ty), mask=mask_d)
+        tl.store(dx_ptr + row_64 * stride_dx_row + offs_d, dx.to(dx_ptr.dtype.element_ty), mask=mask_d)
         if HAS_DWEIGHT:
             dweight += dy * normed
     if HAS_DWEIGHT:
@@ -115,8 +115,12 @@ def rms_norm_fwd(
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
     residual: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual [T, D] with unit column stride -> y [T, D], h [T, D] (x itself without a residual), 1/rms [T] float32."""
+    """x, residual [T, D] with unit column stride -> y [T, D], h [T, D] (x itself without a residual), 1/rms [T] float32.
+
+    `out` [T, D] with unit column stride, in y's dtype, receives y.
+    """
     n_rows, n_cols = x.shape
     out_dtype = _out_dtype(x, weight, cast_before_weight)
     if not runs_triton(x):
@@ -126,15 +130,16 @@ def rms_norm_fwd(
         normed = h_32 * rstd[:, None]
         if cast_before_weight:
             normed = normed.to(x.dtype)
-        return (normed * (weight.float() + weight_offset)).to(out_dtype), h, rstd
-    y = torch.empty((n_rows, n_cols), dtype=out_dtype, device=x.device)
+        y = (normed * (weight.float() + weight_offset)).to(out_dtype)
+        return y if out is None else out.copy_(y), h, rstd
+    y = torch.empty((n_rows, n_cols), dtype=out_dtype, device=x.device) if out is None else out
     h = x if residual is None else torch.empty((n_rows, n_cols), dtype=x.dtype, device=x.device)
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
         launch = _launch_fwd(n_cols)
         _rms_norm_fwd_kernel[(n_rows,)](
             x, x if residual is None else residual, weight, y, h, rstd,
-            x.stride(0), 0 if residual is None else residual.stride(0), n_cols, eps, weight_offset,
+            x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), n_cols, eps, weight_offset,
             HAS_RESIDUAL=residual is not None, CAST_BEFORE_WEIGHT=cast_before_weight, BLOCK_D=launch.block,
             num_warps=launch.num_warps, enable_fp_fusion=True,
         )  # fmt: skip
@@ -149,10 +154,13 @@ def rms_norm_bwd(
     weight_offset: float = 0.0,
     dh: Tensor | None = None,
     needs_dweight: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient of x (and, being equal, of the residual), plus `dh` that flows in through the residual stream.
 
-    dy, h, dh: [T, D] with unit column stride; rstd: [T]. Returns dx [T, D] in h.dtype, dweight [D] in weight.dtype or None.
+    dy, h, dh: [T, D] with unit column stride; rstd: [T]. `out` [T, D] with unit column stride, in h's dtype, receives dx.
+
+    Returns dx [T, D] in h.dtype, dweight [D] in weight.dtype or None.
     """
     n_rows, n_cols = h.shape
     if not runs_triton(h):
@@ -162,8 +170,8 @@ def rms_norm_bwd(
         if dh is not None:
             dx = dx + dh.float()
         dweight = (dy.float() * normed).sum(0).to(weight.dtype) if needs_dweight else None
-        return dx.to(h.dtype), dweight
-    dx = torch.empty((n_rows, n_cols), dtype=h.dtype, device=h.device)
+        return dx.to(h.dtype) if out is None else out.copy_(dx), dweight
+    dx = torch.empty((n_rows, n_cols), dtype=h.dtype, device=h.device) if out is None else out
     if not n_rows:
         return dx, torch.zeros_like(weight) if needs_dweight else None
     is_fused = needs_dweight and n_cols <= _MAX_FUSED_DWEIGHT
@@ -173,7 +181,7 @@ def rms_norm_bwd(
     partial = torch.empty((n_sums, n_cols), dtype=torch.float32, device=h.device)
     _rms_norm_bwd_kernel[(n_sums if is_fused else n_rows,)](
         dy, dy if dh is None else dh, h, weight, rstd, dx, partial,
-        dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0), n_rows, n_cols, weight_offset,
+        dy.stride(0), 0 if dh is None else dh.stride(0), h.stride(0), dx.stride(0), n_rows, n_cols, weight_offset,
         HAS_DH=dh is not None, HAS_DWEIGHT=is_fused, BLOCK_D=launch.block,
         num_warps=launch.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
