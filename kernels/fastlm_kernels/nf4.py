@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from fastlm_kernels._case import Case, build
 from fastlm_kernels._launch import runs_triton, tl, triton
+from fastlm_kernels._nf4_weight import BLOCK_ITEMS, NF4Weight
+
+__all__ = ["CODE", "NF4Weight", "nf4_decode", "nf4_decode_reference", "nf4_decode_stacked"]
 
 # N rows (output features), K columns (input features)
 
@@ -31,100 +35,9 @@ CODE = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-# items that one program decodes; its values divide blocksize * nested_blocksize, so that it lies in one nested block
-_BLOCK_ITEMS = {8: 512, 2: 1024}
 _NUM_WARPS = 4
 # weights that one launch decodes
 _MAX_WEIGHTS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class NF4Weight:
-    """A weight [N, K] in NF4, by reference: nothing is copied.
-
-    Attributes:
-        packed: uint8, contiguous, ceil(N * K / 2) values in any shape.
-        absmax: one value a block of `blocksize` weights: float32, or uint8 with the nested fields.
-        shape: (N, K).
-        blocksize: weights that share one absmax.
-        nested_absmax: float32, one value for `nested_blocksize` blocks; None where absmax is float32.
-        nested_code: float32 [256], what the values of a uint8 absmax stand for.
-        nested_offset: float32 scalar on the weight's device, added to each absmax. It is read there, never by the host.
-        nested_blocksize: blocks that share one nested absmax.
-        dtype: of the weight that was quantized.
-
-    Raises:
-        ValueError: for fields of other sizes or dtypes than these.
-    """
-
-    packed: Tensor
-    absmax: Tensor
-    shape: tuple[int, int]
-    blocksize: int = 64
-    nested_absmax: Tensor | None = None
-    nested_code: Tensor | None = None
-    nested_offset: Tensor | None = None
-    nested_blocksize: int = 256
-    dtype: torch.dtype = torch.bfloat16
-
-    def __post_init__(self) -> None:
-        if self.blocksize not in _BLOCK_SIZES or self.nested_blocksize != 256:
-            raise ValueError(
-                f"blocksize must be one of {_BLOCK_SIZES} and nested_blocksize 256, got {self.blocksize} and "
-                f"{self.nested_blocksize}"
-            )
-        nested = (self.nested_absmax, self.nested_code, self.nested_offset)
-        if any((tensor is None) != (self.nested_absmax is None) for tensor in nested):
-            raise ValueError("give nested_absmax, nested_code and nested_offset together, or none of them")
-        n_values = math.prod(self.shape)
-        n_blocks = -(-n_values // self.blocksize)
-        for name, tensor, size, dtype in (
-            ("packed", self.packed, (n_values + 1) // 2, torch.uint8),
-            ("absmax", self.absmax, n_blocks, torch.uint8 if self.is_nested else torch.float32),
-            ("nested_absmax", self.nested_absmax, -(-n_blocks // self.nested_blocksize), torch.float32),
-            ("nested_code", self.nested_code, 256, torch.float32),
-            ("nested_offset", self.nested_offset, 1, torch.float32),
-        ):
-            if tensor is not None and (tensor.numel() != size or tensor.dtype != dtype or not tensor.is_contiguous()):
-                raise ValueError(
-                    f"{name} of a weight {tuple(self.shape)} must be {size} contiguous {dtype} values, got "
-                    f"{tensor.numel()} of {tensor.dtype}"
-                )
-
-    # What every decoding asks is answered once: fields never change.
-
-    @functools.cached_property
-    def is_nested(self) -> bool:
-        """Whether absmax is itself quantized."""
-        return self.nested_absmax is not None
-
-    @functools.cached_property
-    def device(self) -> torch.device:
-        return self.packed.device
-
-    @functools.cached_property
-    def layout(self) -> tuple[int, int, bool]:
-        """What weights must share to be decoded by one launch: blocksize, values of an item, whether absmax is nested.
-
-        An item is what the kernel loads at once: a word of 8 values, or a byte of 2 where rows are not whole words of
-        aligned memory.
-        """
-        packed = self.packed.view(-1)
-        has_words = self.shape[1] % 8 == 0 and packed.data_ptr() % 4 == 0 == packed.storage_offset() % 4
-        return self.blocksize, 8 if has_words else 2, self.is_nested
-
-    @functools.cached_property
-    def n_programs(self) -> int:
-        """Kernel programs that decode this weight."""
-        item_values = self.layout[1]
-        return -(-math.prod(self.shape) // (item_values * _BLOCK_ITEMS[item_values]))
-
-    @functools.cached_property
-    def operands(self) -> tuple[Tensor | int | None, ...]:
-        """The kernel's arguments for this weight, in its order."""
-        packed = self.packed.view(-1).view(torch.int32) if self.layout[1] == 8 else self.packed
-        return packed, self.absmax, self.nested_absmax, self.nested_code, self.nested_offset, self.shape[0]
 
 
 @triton.jit
@@ -319,7 +232,7 @@ def _launch(weights: Sequence[NF4Weight], out: Tensor) -> None:
     blocksize, item_values, is_nested = first.layout
     constants: dict[str, Any] = dict(
         BLOCKSIZE=blocksize, NESTED_BLOCKSIZE=first.nested_blocksize, IS_NESTED=is_nested,
-        IS_CONTIGUOUS=stride == n_cols, ITEM_VALUES=item_values, BLOCK_ITEMS=_BLOCK_ITEMS[item_values],
+        IS_CONTIGUOUS=stride == n_cols, ITEM_VALUES=item_values, BLOCK_ITEMS=BLOCK_ITEMS[item_values],
         # a fused multiply-add would skip the rounding between nested_code * nested_absmax and the offset
         num_warps=_NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -446,13 +359,13 @@ def _strided(inputs):
     return dict(inputs, out=buffer[:n_rows, :n_cols])
 
 
-def _builds(cc, dtype):
+def _builds(cc, dtype, counts):
     kinds = ("packed", "absmax", "nested_absmax", "nested_code", "nested_offset")
     for item_values, packed in ((8, "*i32"), (2, "*u8")):
-        for count, is_nested, is_contiguous in ((1, True, True), (1, False, False), (3, True, True), (4, True, False)):
+        for count, is_nested, is_contiguous in itertools.product(counts, (True, False), (True, False)):
             constants: dict[str, Any] = dict(
                 BLOCKSIZE=64, NESTED_BLOCKSIZE=256, IS_NESTED=is_nested, IS_CONTIGUOUS=is_contiguous,
-                ITEM_VALUES=item_values, BLOCK_ITEMS=_BLOCK_ITEMS[item_values],
+                ITEM_VALUES=item_values, BLOCK_ITEMS=BLOCK_ITEMS[item_values],
             )  # fmt: skip
             constants |= dict(COUNT=count) if count > 1 else {}
             types: dict[str, str] = {}
@@ -469,6 +382,23 @@ def _builds(cc, dtype):
             made = build(kernel, dtype, constants, _NUM_WARPS, types)
             aligned = tuple(name for name in (*made.multiples_of_16, *n_rows) if name not in constants)
             yield dataclasses.replace(made, multiples_of_16=aligned, enable_fp_fusion=False)
+
+
+def nf4_decode_stacked_reference(weights, out):
+    return torch.cat([nf4_decode_reference(weight) for weight in weights])
+
+
+def _make_stack(shape, dtype, device, generator):
+    # as q, k and v with grouped heads
+    n_rows, n_cols = shape
+    rows = (n_rows - 2 * (n_rows // 6), n_rows // 6, n_rows // 6)
+    weights = [_make((n, n_cols), dtype, device, generator, is_nested=True)["weight"] for n in rows]
+    return dict(weights=weights, out=torch.empty(shape, dtype=dtype, device=device))
+
+
+def _strided_stack(inputs):
+    out = inputs["out"]
+    return dict(inputs, out=out.new_empty((out.shape[0], out.shape[1] + 8))[:, : out.shape[1]])
 
 
 def _case(name, is_nested):
@@ -489,9 +419,25 @@ def _case(name, is_nested):
             "Llama-1B-up": (8192, 2048), "Qwen3-4B-up": (9728, 2560),
         },
         ideal=lambda shape, size: ((0.5 + 1 / 64 + size) * shape[0] * shape[1], 1.0 * shape[0] * shape[1]),
-        builds=_builds if is_nested else None,
+        builds=functools.partial(_builds, counts=(1,)) if is_nested else None,
     )  # fmt: skip
 
 
 CASE = _case("nf4_decode", is_nested=True)
 PLAIN_CASE = _case("nf4_decode_plain", is_nested=False)
+STACKED_CASE = Case(
+    name="nf4_decode_stacked",
+    op=nf4_decode_stacked,
+    reference=nf4_decode_stacked_reference,
+    eager=lambda weights, out: nf4_decode_stacked_reference(weights, out).float().to(out.dtype),
+    make=_make_stack,
+    shapes={
+        "typical": (48, 128), "several-programs": (60, 704), "odd": (9, 41), "rows-of-bytes": (6, 46),
+        "one-row": (1, 128), "empty": (0, 64),
+    },
+    gradients=(),
+    strided=_strided_stack,
+    bench_shapes={"Llama-8B-qkv": (6144, 4096), "Llama-1B-qkv": (3072, 2048), "Qwen3-4B-qkv": (6144, 2560)},
+    ideal=CASE.ideal,
+    builds=functools.partial(_builds, counts=(2, 3, 4)),
+)  # fmt: skip
