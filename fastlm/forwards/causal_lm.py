@@ -13,6 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fastlm import adapters
+from fastlm.families import Family
 from fastlm.forwards.backbone import CACHE
 from fastlm.patching import Fallback, patch_of
 from fastlm_kernels.cross_entropy import cross_entropy
@@ -23,14 +24,45 @@ IGNORE_INDEX = -100
 TOKEN_OUTPUT = "fastlm_token_output"
 
 
+@dataclass(frozen=True)
+class LogitShape:
+    """What a model does to the products of its head: softcap * tanh(scale * x / divisor / softcap); None: left out."""
+
+    scale: float | None
+    divisor: float | None
+    softcap: float | None
+
+    @classmethod
+    def of(cls, config: Any, family: Family) -> LogitShape:
+        names = (family.logit_scale, family.logit_divisor, family.logit_softcap)
+        return cls(*(None if name is None else getattr(config, name) for name in names))
+
+    def logits(self, products: Tensor) -> Tensor:
+        """The logits as the stock forward makes them, rounded where it rounds them."""
+        logits = products
+        if self.scale is not None:
+            logits = logits * self.scale
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    @property
+    def loss_settings(self) -> dict[str, Any]:
+        """The same as arguments of the loss ops, which compute it in float32."""
+        scale = 1.0 if self.scale is None else self.scale
+        return dict(logit_scale=scale / (1.0 if self.divisor is None else self.divisor), softcap=self.softcap)
+
+
 class DeferredLogits:
     """Logits that nobody has read yet: the head and its input, multiplied on the first read."""
 
-    def __init__(self, head: nn.Module, hidden: Tensor) -> None:
-        self.head, self.hidden = head, hidden
+    def __init__(self, head: nn.Module, hidden: Tensor, shape: LogitShape) -> None:
+        self.head, self.hidden, self.shape = head, hidden, shape
 
     def __call__(self) -> Tensor:
-        return self.head(self.hidden)
+        return self.shape.logits(self.head(self.hidden))
 
 
 @dataclass
@@ -142,10 +174,13 @@ def forward(
     hidden = outputs.last_hidden_state
     targets = _targets(labels, shift_labels, hidden.device)
     read = _head(self, hidden)
+    shape = LogitShape.of(self.config, patch.facts)
     if token_output is not None:
         if isinstance(read, str):
             raise RuntimeError(f"per-token statistics were asked for, but {read}")
-        stats = linear_log_probs(read[0], read[1], targets, bias=read[2], with_entropy=True, with_top1=True)
+        stats = linear_log_probs(
+            read[0], read[1], targets, bias=read[2], with_entropy=True, with_top1=True, **shape.loss_settings
+        )
         loss = -stats.log_probs.sum() / _denominator(targets, num_items_in_batch)
         # the trainer's fields have no place for the last position, whose label is nobody's unless it was given shifted
         kept = slice(None) if shift_labels is not None else slice(0, -1)
@@ -153,12 +188,12 @@ def forward(
         return token_output(loss=loss, statistics=fields, label_mask=targets[:, kept] != IGNORE_INDEX)
     logits: Any
     if self.training and not isinstance(read, str):
-        loss = linear_cross_entropy(read[0], read[1], targets, bias=read[2], reduction="sum")
-        logits = DeferredLogits(self.lm_head, hidden)
+        loss = linear_cross_entropy(read[0], read[1], targets, bias=read[2], reduction="sum", **shape.loss_settings)
+        logits = DeferredLogits(self.lm_head, hidden, shape)
     else:
         if isinstance(read, str):
             patch.fell_back(read)
-        logits = self.lm_head(hidden)
+        logits = shape.logits(self.lm_head(hidden))
         loss = cross_entropy(logits, targets).sum()
     output = CausalLMOutput(loss=loss / _denominator(targets, num_items_in_batch))
     # set one by one, in transformers' order: its constructor would read the logits
