@@ -82,23 +82,26 @@ def _attention_reason(base: PreTrainedModel, keep_attention: bool) -> str | None
     implementation = base.config._attn_implementation
     if keep_attention or implementation not in ("sdpa", backbone.ATTENTION):
         return f"attention implementation {implementation!r} was asked for"
-    if base.config.attention_dropout:
-        return f"attention_dropout is {base.config.attention_dropout}"
+    # not every family's config has it
+    dropout = base.config.to_dict().get("attention_dropout")
+    if dropout:
+        return f"attention_dropout is {dropout}"
     return None
 
 
 def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, attention_reason: str | None) -> None:
-    activation = mlp.ACTIVATIONS.get(base.config.hidden_act)
     parts: dict[str, tuple[str, Any, Any, str | None]] = {
-        family.norm: ("norm", norm.forward, family, None),
-        family.attention: ("attention", attention.forward, family, attention_reason),
         family.backbone: ("backbone", backbone.forward, family, None),
         family.causal_lm: ("head", causal_lm.forward, family, None),
     }
-    if activation is not None:
-        parts[family.mlp] = ("mlp", mlp.forward, mlp.MLPFacts(activation), None)
-    else:
-        parts[family.mlp] = ("mlp", mlp.forward, None, f"activation {base.config.hidden_act!r} has no kernel")
+    if not family.has_layer_norm:
+        parts[family.norm] = ("norm", norm.forward, family, None)
+    if attention.fits(family):
+        parts[family.attention] = ("attention", attention.forward, family, attention_reason)
+    if mlp.fits(family):
+        activation = mlp.activation_name(base.config, family)
+        reason = None if activation else f"activation {getattr(base.config, family.activation)!r} has no kernel"
+        parts[family.mlp] = ("mlp", mlp.forward, mlp.MLPFacts(activation or ""), reason)
     for name, module in base.named_modules():
         found = parts.get(type(module).__name__)
         if found is None or not type(module).__module__.startswith("transformers.models."):
@@ -112,20 +115,26 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
             state.reasons[name] = reason
 
 
-def _bind_layers(base: PreTrainedModel, family: Family, state: ModelState) -> None:
-    """Whole decoder layers as one function, where attention, MLP and norms of the layer all have their fast parts."""
+def _bind_layers(base: PreTrainedModel, family: Family, state: ModelState, attention_reason: str | None) -> None:
+    """Whole decoder layers as one function."""
     for name, module in base.named_modules():
         if type(module).__name__ != family.layer or not type(module).__module__.startswith("transformers.models."):
             continue
-        parts = [child for child in (module.self_attn, module.mlp, module.input_layernorm) if patch_of(child) is None]
-        if parts:
-            continue
-        window = attention.window_of(module.self_attn, family)
-        spec = layer.make_spec(module, family, window, patch_of(module.mlp).facts.activation)
-        reason = bind(module, "block", layer.forward, layer.LayerFacts(family, spec), state.strict)
+        reason = attention_reason or layer.unfit(module, family) or quant.unreadable(module)
+        if reason is None:
+            facts = layer.make_facts(module, family)
+            reason = bind(module, "block", layer.forward, facts, state.strict)
         if reason is not None:
             state.reasons[name] = reason
     _take_checkpointing(base)
+
+
+def _forget_inner_reasons(base: PreTrainedModel, state: ModelState) -> None:
+    """A part that stays stock is no reason where the whole layer is one function."""
+    blocks = [f"{name}." for name, _, patch in patched_modules(base) if patch.part == "block" and patch.active]
+    state.reasons = {
+        name: reason for name, reason in state.reasons.items() if not any(name.startswith(block) for block in blocks)
+    }
 
 
 def _take_checkpointing(base: nn.Module) -> None:
@@ -191,7 +200,8 @@ def patch(model: nn.Module, strict: bool = False, keep_attention: bool = False) 
             state.stock_attention = base.config._attn_implementation
             base.set_attn_implementation(backbone.ATTENTION)
         _bind_family(base, family, state, reason)
-        _bind_layers(base, family, state)
+        _bind_layers(base, family, state, reason)
+        _forget_inner_reasons(base, state)
     _bind_lora_layers(base, state)
     if strict:
         stock = next(iter(state.reasons.items()), None)

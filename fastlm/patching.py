@@ -94,13 +94,17 @@ def patch_of(module: nn.Module) -> Patch | None:
 
 
 def signature_mismatch(stock: Callable[..., Any], fast: Callable[..., Any]) -> str | None:
-    """Why `fast` cannot stand in for `stock`: a difference in the names or the kinds of their parameters; None if there is none."""
+    """Why `fast` cannot stand in for `stock`: a difference in the names or the kinds of their parameters; None if there is none.
+
+    A replacement that takes any arguments, or any behind its first, stands in for all.
+    """
 
     def parameters(function: Callable[..., Any]) -> list[tuple[str, Any]]:
         return [(_RENAMED.get(p.name, p.name), p.kind) for p in inspect.signature(function).parameters.values()]
 
     ours, theirs = parameters(fast), parameters(stock)
-    if ours == theirs:
+    anything = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    if ours == theirs or anything in ([kind for _, kind in ours[1:]], [kind for _, kind in ours[2:]]):
         return None
     return f"forward takes ({', '.join(n for n, _ in theirs)}), not ({', '.join(n for n, _ in ours)})"
 

@@ -1,10 +1,11 @@
 """The block's forward and backward over plain tensors.
 
-    n1 = norm(x);  q, k, v = heads(n1 W_qkv);  q, k = rope(norm(q)), rope(norm(k));  o = attention(q, k, v)
-    h = x + o W_o;  n2 = norm(h);  y = h + (act(n2 W_gate) * n2 W_up) W_down          each W with its adapter
+    h = x + m * out_norm(attention(norm(x)));  y = h + m * mlp_out_norm(mlp(mlp_norm(h)))        each projection with its adapter
 
-The first residual add rides in the second norm's kernel, and both norms' backward kernels add the gradient of the residual stream.
-Each weight is decoded once in the forward and once in the backward. Values are rounded where the stock layer rounds them.
+Norms may be missing; in a parallel layer the MLP reads norm(x). The first residual add rides in the MLP's norm, and both norms'
+backward kernels add the gradient of the residual stream. Each weight is decoded once in the forward and once in the backward,
+for what is made again there and for the gradients together. Values are rounded where the stock layer rounds them. All that is
+kept goes through `save_for_backward`.
 """
 
 from __future__ import annotations
@@ -14,167 +15,279 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fastlm.block.spec import DOWN, GATE_UP, MLP, OUT, QKV, Layer, Norm
-from fastlm_kernels.attention import attention
-from fastlm_kernels.glu import glu_fwd
+from fastlm.block.heads import Heads, heads_bwd, heads_fwd, turns_in_place
+from fastlm.block.mlp import act_fwd, mlp_bwd
+from fastlm.block.norms import Statistics, norm_bwd, norm_fwd
+from fastlm.block.spec import RECOMPUTE_ALL, Layer, MemoryPlan
+from fastlm_kernels._attention_record import AttentionRecord, attention_bwd, attention_recorded
 from fastlm_kernels.lora import StackedLinear
-from fastlm_kernels.lora_mlp import glu_mlp_bwd
-from fastlm_kernels.rms_norm import rms_norm_bwd, rms_norm_fwd
-from fastlm_kernels.rope import rope_bwd, rope_fwd
 
-# B batch, S sequence, T = B*S tokens, D hidden size, H query heads, K key/value heads, E head size, F MLP width
+# B batch, S sequence, T = B*S tokens, D hidden size
 
 
-def _norm(x: Tensor, norm: Norm, layer: Layer, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """norm(x + residual) [T, D], the sum itself, and 1/rms [T]."""
-    spec = layer.spec
-    offset, casts = spec.norm_weight_offset, spec.norm_casts_before_weight
-    return rms_norm_fwd(x, norm.weight, norm.eps, offset, casts, residual)
+@dataclass
+class Linears:
+    """A layer's four groups of projections during one pass."""
+
+    qkv: StackedLinear
+    out: StackedLinear
+    gate_up: StackedLinear
+    down: StackedLinear
+
+    def __iter__(self):
+        return iter((self.qkv, self.out, self.gate_up, self.down))
+
+
+def _linears(layer: Layer, tensors: Sequence[Tensor | None], x: Tensor, plan: MemoryPlan, is_forward: bool) -> Linears:
+    """The projections for one pass: the forward, or the backward with what `plan` makes again."""
+    tokens, spec = x.shape[0], layer.spec
+    # rooms beside x are written by norms and the activation, beside dy by the backward of what stands behind
+    writes_x = layer.attention_norm is not None and not layer.attention_norm.is_layer_norm
+    writes_n = layer.mlp_norm is not None and not layer.mlp_norm.is_layer_norm
+    writes_dh = writes_n and layer.attention_out_norm is None and spec.residual_multiplier == 1.0
+    writes_act = spec.is_gated and (is_forward or layer.mlp_out_norm is not None)
+    rooms = (
+        (writes_x and (is_forward or not plan.qkv), not is_forward),
+        (False, writes_dh and not is_forward),
+        (writes_n and (is_forward or not plan.gate_up), not is_forward),
+        (writes_act, False),
+    )
+    made, stop = [], 0
+    for group, (x_room, dy_room) in zip(layer.groups, rooms, strict=True):
+        start, stop = stop, stop + 3 * len(group.weights)
+        made.append(
+            StackedLinear(
+                group, tensors[start:stop], x.dtype, tokens * x_room, tokens * dy_room, holds=not is_forward
+            )
+        )  # fmt: skip
+    return Linears(*made)
+
+
+def _keeps_low(plan: MemoryPlan) -> tuple[bool, bool, bool, bool]:
+    """Of which groups the rank-R products are kept: of those that the backward does not multiply again."""
+    return plan.qkv, plan.residual, plan.gate_up, plan.gate_up
 
 
 @dataclass
 class _Attended:
-    """A layer up to its attention's output [B, S, H, E], with what the way back needs."""
+    """The attention of a layer: what it read, what it gave, and how its gradient is taken."""
 
-    normed: Tensor
-    rstd: Tensor
     packed: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_rstd: Tensor | None
-    k_rstd: Tensor | None
+    heads: Heads
     out: Tensor
-
-
-def _heads(packed: Tensor, layer: Layer, batch: int) -> list[Tensor]:
-    """q, k and v as views [B, S, heads, E] of the stacked projections [T, sum of their widths]."""
-    size = layer.spec.head_size
-    return [y.view(batch, y.shape[0] // max(1, batch), -1, size) for y in packed.split(layer.spec.widths, dim=1)]
-
-
-def _attend(
-    x: Tensor, batch: int, cos: Tensor, sin: Tensor, layer: Layer, qkv: StackedLinear, records: bool
-) -> _Attended:
-    """x [T, D] -> the attention's output. `records`: its gradient will be asked for, with q, k and v as leaves."""
-    spec = layer.spec
-    normed, _, rstd = _norm(x, layer.input_norm, layer)
-    packed = qkv.forward(normed)
-    q, k, v = _heads(packed, layer, batch)
-    q_weight, k_weight = (None if n is None else n.weight for n in (layer.q_norm, layer.k_norm))
-    q, k, q_rstd, k_rstd = rope_fwd(
-        q, k, cos, sin, q_weight, k_weight, layer.q_norm.eps if layer.q_norm else 0.0, spec.norm_weight_offset,
-        spec.rope_interleaved,
-    )  # fmt: skip
-    if records:
-        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    with torch.set_grad_enabled(records):
-        out = attention(q, k, v, spec.scale, layout=layer.layout, window=spec.window)
-    return _Attended(normed, rstd, packed, q, k, v, q_rstd, k_rstd, out)
+    record: AttentionRecord
+    saved: Sequence[Tensor]
 
 
 def _flat(out: Tensor) -> Tensor:
     """[B, S, H, E] -> [T, H*E]; a copy only where the library's strides allow no view."""
-    return out.detach().reshape(out.shape[0] * out.shape[1], -1)
+    return out.reshape(out.shape[0] * out.shape[1], -1)
 
 
-def _attend_bwd(dflat: Tensor, first: _Attended, cos: Tensor, sin: Tensor, layer: Layer, keeps: bool) -> Tensor:
-    """Gradient of the stacked projections [T, sum of their widths] from that of the attention's output [T, H*E]."""
-    dpacked = torch.empty_like(first.packed)
-    batch = first.out.shape[0]
-    dq_out, dk_out, dv_out = _heads(dpacked, layer, batch)
-    q, k, _ = _heads(first.packed, layer, batch)
-    leaves = (first.q, first.k, first.v)
-    dq, dk, dv = torch.autograd.grad(first.out, leaves, dflat.view(first.out.shape), retain_graph=keeps)
-    dv_out.copy_(dv)
-    dq, dk = (d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk))
-    q_weight, k_weight = (None if n is None else n.weight for n in (layer.q_norm, layer.k_norm))
-    rope_bwd(
-        dq, dk, q, k, cos, sin, q_weight, k_weight, first.q_rstd, first.k_rstd, layer.spec.norm_weight_offset,
-        layer.spec.rope_interleaved, dq_out=dq_out, dk_out=dk_out,
+def _attend(heads: Heads, layer: Layer) -> tuple[Tensor, AttentionRecord]:
+    spec = layer.spec
+    return attention_recorded(
+        heads.q, heads.k, heads.v, spec.scale, layout=layer.layout, window=spec.window, deterministic=layer.deterministic,
     )  # fmt: skip
-    return dpacked
+
+
+def _read(rows: Tensor, layer: Layer, linear: StackedLinear) -> tuple[Tensor, Statistics]:
+    """What attention (and a parallel MLP) reads: norm(x) [T, D], or x itself without a norm."""
+    if layer.attention_norm is None:
+        return rows, ()
+    room = None if layer.attention_norm.is_layer_norm else linear.input(rows.shape[0], rows.device)
+    n, _, statistics = norm_fwd(layer.attention_norm, rows, out=room)
+    return n, statistics
+
+
+@dataclass
+class _Added:
+    """The residual stream h [T, D] behind the attention and what the MLP reads of it."""
+
+    h: Tensor
+    read: Tensor | None
+    statistics: Statistics
+    added: Tensor | None
+    added_statistics: Statistics
+
+
+def _scaled(x: Tensor, layer: Layer) -> Tensor:
+    """x times the residual multiplier; x may be overwritten."""
+    return x if layer.spec.residual_multiplier == 1.0 else x.mul_(layer.spec.residual_multiplier)
+
+
+def _add(rows: Tensor, added: Tensor, layer: Layer, linear: StackedLinear) -> _Added:
+    """h = x + m * out_norm(added), and the MLP's norm of it in the same pass."""
+    raw = added
+    added_statistics: Statistics = ()
+    if layer.attention_out_norm is not None:
+        added, _, added_statistics = norm_fwd(layer.attention_out_norm, added)
+    added = _scaled(added, layer)
+    kept = raw if layer.attention_out_norm is not None else None
+    if layer.mlp_norm is None:
+        return _Added(rows + added, None, (), kept, added_statistics)
+    room = None if layer.mlp_norm.is_layer_norm else linear.input(rows.shape[0], rows.device)
+    read, h, statistics = norm_fwd(layer.mlp_norm, added, rows, out=room)
+    return _Added(h, read, statistics, kept, added_statistics)
+
+
+def _norm_again(added: _Added, layer: Layer, linear: StackedLinear) -> None:
+    """What the MLP reads, made again from h."""
+    if layer.mlp_norm is None:
+        return
+    room = None if layer.mlp_norm.is_layer_norm else linear.input(added.h.shape[0], added.h.device)
+    added.read, _, added.statistics = norm_fwd(layer.mlp_norm, added.h, out=room)
 
 
 class BlockFunction(torch.autograd.Function):
-    """y = layer(x). Inputs: x [B, S, D], cos and sin [B or 1, S, R], the layer, and the 21 tensors of its projections."""
+    """y = layer(x). Inputs: x [B, S, D], cos and sin [B or 1, S, R], the layer, and (bias, A, B) of each projection."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, layer, *tensors):  # type: ignore[override]
-        rows = x.reshape(-1, x.shape[-1])
-        ctx.keeps = layer.plan.keeps and any(ctx.needs_input_grad)
-        qkv, out, gate_up, down = _linears(layer, tensors, x.dtype)
-        first = _attend(rows, x.shape[0], cos, sin, layer, qkv, ctx.keeps)
-        normed, h, rstd = _norm(out.forward(_flat(first.out)), layer.post_norm, layer, residual=rows)
-        if not ctx.keeps:
-            del first
-        packed = gate_up.forward(normed)
-        del normed
-        gate, up = packed.chunk(2, dim=1)
-        act = glu_fwd(gate, up, layer.spec.activation)
-        del gate, up
-        if not ctx.keeps:
-            del packed
-        y = down.forward(act).add_(h)
-        ctx.layer = layer
-        if ctx.keeps:
-            ctx.first, ctx.lows = first, [linear.saved() for linear in (qkv, out, gate_up, down)]
-            ctx.save_for_backward(x, cos, sin, h, rstd, packed, *tensors)
+        rows, spec = x.reshape(-1, x.shape[-1]), layer.spec
+        plan = layer.plan if any(ctx.needs_input_grad) else RECOMPUTE_ALL
+        linears = _linears(layer, tensors, rows, plan, is_forward=True)
+        kept: dict[str, Tensor] = {}
+        n, _ = _read(rows, layer, linears.qkv)
+        packed = linears.qkv.forward(n)
+        heads = heads_fwd(packed, cos, sin, layer, x.shape[0])
+        if plan.qkv:
+            kept["packed"] = packed
+        del packed
+        out, record = _attend(heads, layer)
+        saved, record.saved = record.saved, []
+        if plan.attention:
+            kept["out"] = out
+            kept |= {f"attention {i}": t for i, t in enumerate(saved)}
+        del heads, saved
+        added = _add(rows, linears.out.forward(_flat(out)), layer, linears.gate_up)
+        del out
+        if plan.residual:
+            kept["h"] = added.h
+            if added.added is not None:
+                kept["added"] = added.added
+        read = added.read if added.read is not None else (n if spec.is_parallel else added.h)
+        h = added.h
+        del n, added
+        packed = linears.gate_up.forward(read)
+        del read
+        if plan.gate_up:
+            kept["gate_up"] = packed
+        act = _act(packed, layer, linears.down)
+        del packed
+        if layer.mlp_out_norm is None and spec.residual_multiplier == 1.0:
+            y = linears.down.forward_add(act, h, owns=not plan.residual)
         else:
-            ctx.save_for_backward(x, cos, sin, *tensors)
+            y = linears.down.forward(act)
+            if layer.mlp_out_norm is not None:
+                if plan.down:
+                    kept["down"] = y
+                y, _, _ = norm_fwd(layer.mlp_out_norm, y)
+            y = _scaled(y, layer).add_(h)
+        del act, h
+        for i, (keeps, linear) in enumerate(zip(_keeps_low(plan), linears, strict=True)):
+            if keeps:
+                kept |= {f"low {i} {j}": t for j, t in enumerate(linear.saved())}
+        ctx.layer, ctx.plan, ctx.record, ctx.names = layer, plan, record if plan.attention else None, tuple(kept)
+        ctx.save_for_backward(x, cos, sin, *kept.values(), *tensors)
         return y.view(x.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):  # type: ignore[override]
-        layer, keeps = ctx.layer, ctx.keeps
-        needs_dx, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        dy = dy.reshape(-1, dy.shape[-1])
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: the fast decoder layer has no second derivative. Use fastlm.revert(model) for that"
+            )
+        layer, plan = ctx.layer, ctx.plan
+        spec, needs_dx = layer.spec, ctx.needs_input_grad[0]
+        x, cos, sin, *rest = ctx.saved_tensors
+        kept, tensors = dict(zip(ctx.names, rest, strict=False)), rest[len(ctx.names) :]
+        del rest
+        rows, batch = x.reshape(-1, x.shape[-1]), x.shape[0]
+        dy = dy.reshape(rows.shape)
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        x, cos, sin, *kept = ctx.saved_tensors
-        tensors = kept[3:] if keeps else kept
-        rows = x.reshape(-1, x.shape[-1])
-        # what is made again is decoded once: the forward's weights serve the backward
-        qkv, out, gate_up, down = _linears(layer, tensors, x.dtype, holds=not keeps)
-        if keeps:
-            h, rstd, packed = kept[:3]
-            first = ctx.first
-            for linear, low in zip((qkv, out, gate_up, down), ctx.lows, strict=True):
-                linear.restore(low)
-            normed, _, _ = _norm(h, layer.post_norm, layer)
+        linears = _linears(layer, tensors, rows, plan, is_forward=False)
+        needed = _shares(ctx.needs_input_grad[4:], linears)
+        # --- what the plan makes again
+        n, n_statistics = _read(rows, layer, linears.qkv)
+        packed = kept["packed"] if plan.qkv else linears.qkv.forward(n)
+        heads = heads_fwd(packed, cos, sin, layer, batch, is_turned=plan.qkv and turns_in_place(layer))
+        if plan.attention:
+            out, record = kept["out"], ctx.record
+            saved = [kept[name] for name in ctx.names if name.startswith("attention ")]
         else:
-            first = _attend(rows, x.shape[0], cos, sin, layer, qkv, True)
-            normed, h, rstd = _norm(out.forward(_flat(first.out)), layer.post_norm, layer, residual=rows)
-            packed = gate_up.forward(normed)
-        dnormed, mlp_grads = glu_mlp_bwd(
-            dy, normed, packed, gate_up, down, layer.spec.activation, True, needed[MLP], owns_packed=not keeps
+            out, record = _attend(heads, layer)
+            saved, record.saved = record.saved, []
+        if plan.residual:
+            added = _Added(kept["h"], None, (), kept.get("added"), ())
+            _norm_again(added, layer, linears.gate_up)
+            if layer.attention_out_norm is not None:
+                added.added_statistics = norm_fwd(layer.attention_out_norm, kept["added"])[2]
+        else:
+            added = _add(rows, linears.out.forward(_flat(out)), layer, linears.gate_up)
+        read = added.read if added.read is not None else (n if spec.is_parallel else added.h)
+        gate_up = kept["gate_up"] if plan.gate_up else linears.gate_up.forward(read)
+        for i, (keeps, linear) in enumerate(zip(_keeps_low(plan), linears, strict=True)):
+            if keeps:
+                linear.restore([kept[name] for name in ctx.names if name.startswith(f"low {i} ")])
+        # --- the MLP
+        dz = dy if spec.residual_multiplier == 1.0 else dy * spec.residual_multiplier
+        if layer.mlp_out_norm is not None:
+            z = kept["down"] if plan.down else linears.down.forward(_act(gate_up, layer, linears.down))
+            dz = norm_bwd(layer.mlp_out_norm, dz, z, norm_fwd(layer.mlp_out_norm, z)[2])
+            del z
+        dread, mlp_grads = mlp_bwd(
+            dz, read, gate_up, linears.gate_up, linears.down, spec, True, needed[2] + needed[3], not plan.gate_up
         )
-        del packed, normed
-        assert dnormed is not None  # it was asked for
-        dh, _ = rms_norm_bwd(dnormed, h, layer.post_norm.weight, rstd, layer.spec.norm_weight_offset, dh=dy)
-        del dnormed, h, dy
-        dflat = out.backward_x(dh)
-        out_grads = out.backward_adapters(dh, _flat(first.out), needed[OUT])
-        dpacked = _attend_bwd(dflat, first, cos, sin, layer, keeps)
-        del dflat
+        del dz, read, gate_up
+        assert dread is not None  # it was asked for
+        # --- the residual stream behind the attention
+        if spec.is_parallel:
+            dh = dy
+        elif layer.mlp_norm is None:
+            dh = dread.add_(dy)
+        else:
+            room = linears.out.gradient(rows.shape[0], x.device) if linears.out.dy_pad else None
+            dh = norm_bwd(layer.mlp_norm, dread, added.h, added.statistics, dh=dy, out=room)
+        if not spec.is_parallel:
+            del dread
+        da = dh if spec.residual_multiplier == 1.0 else dh * spec.residual_multiplier
+        if layer.attention_out_norm is not None:
+            assert added.added is not None
+            da = norm_bwd(layer.attention_out_norm, da, added.added, added.added_statistics)
+        del added, dy
+        # --- the attention
+        dflat = linears.out.backward_x(da)
+        out_grads = linears.out.backward_adapters(da, _flat(out), needed[1])
+        del da
+        dq, dk, dv = attention_bwd(dflat.view(out.shape), record, heads.q, heads.k, heads.v, saved)
+        del dflat, out, saved
+        dpacked = linears.qkv.gradient(rows.shape[0], x.device) if plan.qkv else packed
+        heads_bwd(dq, dk, dv, heads, packed, cos, sin, layer, dpacked)
+        del dq, dk, dv, heads, packed
+        # --- the input
         dx = None
         if needs_dx:
-            dnormed, offset = qkv.backward_x(dpacked), layer.spec.norm_weight_offset
-            dx = rms_norm_bwd(dnormed, rows, layer.input_norm.weight, first.rstd, offset, dh=dh)[0].view(x.shape)
+            dn = linears.qkv.backward_x(dpacked)
+            dn = dn.add_(dread) if spec.is_parallel else dn
+            norm = layer.attention_norm
+            dx = dn.add_(dh) if norm is None else norm_bwd(norm, dn, rows, n_statistics, dh=dh)
+            dx = dx.view(x.shape)
         else:
-            qkv.make_high(dpacked)
-        qkv_grads = qkv.backward_adapters(dpacked, first.normed, needed[QKV])
+            linears.qkv.make_high(dpacked)
+        qkv_grads = linears.qkv.backward_adapters(dpacked, n, needed[0])
         return dx, None, None, None, *qkv_grads, *out_grads, *mlp_grads
 
 
-def _linears(
-    layer: Layer, tensors: Sequence[Tensor | None], dtype: torch.dtype, holds: bool = False
-) -> list[StackedLinear]:
-    """The layer's four groups of projections: q|k|v, o, gate|up, down."""
-    groups = (layer.qkv, layer.out, layer.gate_up, layer.down)
-    return [
-        StackedLinear(group, tensors[where], dtype, holds)
-        for group, where in zip(groups, (QKV, OUT, GATE_UP, DOWN), strict=True)
-    ]
+def _act(gate_up: Tensor, layer: Layer, down: StackedLinear) -> Tensor:
+    return act_fwd(gate_up, layer.spec, down.input(gate_up.shape[0], gate_up.device))
+
+
+def _shares(needed: Sequence[bool], linears: Linears) -> list[list[bool]]:
+    """The flags of all tensors, by the group of projections that they belong to."""
+    shares, stop = [], 0
+    for linear in linears:
+        start, stop = stop, stop + len(linear.tensors)
+        shares.append(list(needed[start:stop]))
+    return shares

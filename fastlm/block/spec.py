@@ -12,15 +12,20 @@ from fastlm_kernels.lora import Group
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """The shape of a family's layer: pre-norm attention with rotary embedding, then a pre-norm gated MLP.
+    """The shape of a family's layer; the norms that it has are told by `Layer`.
 
     Attributes:
         n_heads, n_kv_heads, head_size: of the attention.
         scale: factor of the attention scores.
         window: sliding window in tokens, or None.
-        activation: of the gated MLP, by the op's name.
-        norm_weight_offset, norm_casts_before_weight: as `rms_norm`.
+        softcap: cap of the attention scores, or None.
+        rotates: queries and keys are turned by their positions.
         rope_interleaved: rotated pairs are neighbours, not halves.
+        qk_norm_place: as `Family`.
+        activation: of the MLP, by the op's name.
+        is_gated: the MLP multiplies act(gate) by up.
+        is_parallel: attention and MLP read one norm and add to one residual stream.
+        residual_multiplier: factor of what each half adds to the residual stream.
     """
 
     n_heads: int
@@ -28,10 +33,14 @@ class BlockSpec:
     head_size: int
     scale: float
     window: int | None
-    activation: str
-    norm_weight_offset: float
-    norm_casts_before_weight: bool
+    softcap: float | None
+    rotates: bool
     rope_interleaved: bool
+    qk_norm_place: str
+    activation: str
+    is_gated: bool
+    is_parallel: bool
+    residual_multiplier: float
 
     @property
     def widths(self) -> list[int]:
@@ -41,22 +50,39 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class Norm:
-    """One RMSNorm: weight [D], and eps."""
+    """One RMSNorm, or LayerNorm: weight [D] (of heads also [heads, E]) and bias [D] or None; the rest as `rms_norm`."""
 
-    weight: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
     eps: float
+    weight_offset: float
+    casts_before_weight: bool
+    is_layer_norm: bool
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a layer keeps from its forward for its backward; the layer's input always is.
+    """What a layer keeps from its forward for its backward beside its input, which it always does; the rest it makes again.
+
+    Norm outputs and the MLP's product are never kept. A plan changes no value.
 
     Attributes:
-        keeps: True keeps q, k, v, the attention's output, the residual stream after it, gate and up; False makes them again.
-            Norm outputs and the MLP's product are never kept, the down projection is never made again.
+        qkv: queries, keys and values.
+        attention: the attention's output and its log-sum-exp.
+        residual: the residual stream after the attention and, where it is normed before it is added, what the attention added.
+        gate_up: the MLP's input projections.
+        down: what the MLP's norm reads before its output is added; of use only where there is such a norm.
     """
 
-    keeps: bool
+    qkv: bool
+    attention: bool
+    residual: bool
+    gate_up: bool
+    down: bool
+
+
+KEEP_ALL = MemoryPlan(qkv=True, attention=True, residual=True, gate_up=True, down=True)
+RECOMPUTE_ALL = MemoryPlan(qkv=False, attention=False, residual=False, gate_up=False, down=False)
 
 
 @dataclass(frozen=True)
@@ -65,9 +91,10 @@ class Layer:
 
     Attributes:
         qkv, out, gate_up, down: the projections by the input they share.
-        input_norm, post_norm: before attention and before the MLP.
-        q_norm, k_norm: of each head, or None.
+        attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: before and after each half, or None.
+        q_norm, k_norm: of queries and keys, or None.
         layout: where samples begin and end, or None for whole rows.
+        deterministic: the backward of the attention adds in a fixed order.
     """
 
     spec: BlockSpec
@@ -76,13 +103,15 @@ class Layer:
     out: Group
     gate_up: Group
     down: Group
-    input_norm: Norm
-    post_norm: Norm
+    attention_norm: Norm | None
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_out_norm: Norm | None
     q_norm: Norm | None
     k_norm: Norm | None
     layout: SequenceLayout | None
+    deterministic: bool
 
-
-# The adapters' tensors travel as (bias, A, B) of q, k, v, o, gate, up, down; these are the groups' shares of them.
-QKV, OUT, MLP = slice(0, 9), slice(9, 12), slice(12, 21)
-GATE_UP, DOWN = slice(12, 18), slice(18, 21)
+    @property
+    def groups(self) -> tuple[Group, Group, Group, Group]:
+        return self.qkv, self.out, self.gate_up, self.down

@@ -19,7 +19,25 @@ def window_of(module: nn.Module, family: Family) -> int | None:
     """The sliding window of an attention module, read where its family keeps it; None without one."""
     if family.window == "config":
         return module.config.sliding_window
+    if family.window == "layer_type":
+        is_sliding = module.config.layer_types[module.layer_idx] == "sliding_attention"
+        return module.config.sliding_window if is_sliding else None
     return module.sliding_window if family.window == "module" else None
+
+
+def fits(family: Family) -> bool:
+    """Whether `forward` computes what this family's attention does."""
+    return (
+        family.qkv == ("q_proj", "k_proj", "v_proj")
+        and family.out == "o_proj"
+        and family.qk_norms in (None, ("q_norm", "k_norm"))
+        and (family.qk_norms is None or (family.qk_norm_place == "head" and not family.has_layer_norm))
+        and family.qk_norm_switch is None
+        and family.softcap is None
+        and family.rotates is None
+        and not family.rope_tables_interleaved
+        and not family.rope_rounds_once
+    )
 
 
 def forward(
@@ -45,7 +63,7 @@ def forward(
         norms = dict(
             q_weight=self.q_norm.weight,
             k_weight=self.k_norm.weight,
-            eps=self.q_norm.variance_epsilon,
+            eps=getattr(self.q_norm, family.norm_eps),
             weight_offset=family.norm_weight_offset,
         )
     cos, sin = position_embeddings

@@ -27,6 +27,8 @@ from fastlm_kernels.attention import (
 # The name in `config._attn_implementation` under which transformers finds our mask and attention functions.
 ATTENTION = "fastlm"
 _LAYOUT = "sequence_layout"
+# The keyword argument that tells the first layer whether anybody reads the gradient of its input.
+NEEDS_INPUT_GRADIENT = "needs_input_gradient"
 # What stock forwards and outputs call the key/value cache: transformers renamed it in 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -37,6 +39,23 @@ def sequence_layout(kwargs: dict[str, Any]) -> SequenceLayout | None:
     if layout is None and kwargs.get("cu_seq_lens_q") is not None:
         layout = layout_from_cu_seqlens(kwargs["cu_seq_lens_q"], kwargs["max_length_q"])
     return layout
+
+
+def mask_of_layout(kwargs: dict[str, Any], hidden_states: Tensor, window: int | None) -> Tensor | None:
+    """The mask [B, 1, S, S] (bool, true: sees) that says what the layout of this call does; without one, the call's own."""
+    layout = sequence_layout(kwargs)
+    if layout is None:
+        return kwargs.get("attention_mask")
+    batch, length, _ = hidden_states.shape
+    device = hidden_states.device
+    places = torch.arange(batch * length, device=device) if layout.indices is None else layout.indices
+    of_token = torch.bucketize(torch.arange(len(places), device=device), layout.cu_seqlens[1:], right=True)
+    sequence = torch.full((batch * length,), -1, device=device).index_copy_(0, places, of_token).view(batch, length)
+    i = torch.arange(length, device=device)
+    seen = (i[:, None] >= i) & (sequence[:, :, None] == sequence[:, None]) & (sequence[:, :, None] >= 0)
+    if window is not None:
+        seen &= i[:, None] - i < window
+    return seen[:, None]
 
 
 def mask_function(
@@ -88,6 +107,7 @@ def attention_function(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention hook, for a stock attention module inside a patched model.
@@ -166,6 +186,8 @@ def forward(
             use_cache = use_cache if layout is None else False
         if layout is not None:
             kwargs[_LAYOUT] = layout
+        embeds = self.get_input_embeddings().parameters() if inputs_embeds is None else [inputs_embeds]
+        kwargs[NEEDS_INPUT_GRADIENT] = any(t.requires_grad for t in embeds)
     return stock(
         self,
         input_ids=input_ids,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 
 from fastlm import adapters
 from fastlm.block.function import BlockFunction
-from fastlm.block.spec import BlockSpec, Layer, MemoryPlan, Norm
+from fastlm.block.spec import KEEP_ALL, RECOMPUTE_ALL, BlockSpec, Layer, Norm
 from fastlm.families import Family
-from fastlm.forwards.backbone import ATTENTION, CACHE, sequence_layout
+from fastlm.forwards.attention import window_of
+from fastlm.forwards.backbone import ATTENTION, CACHE, NEEDS_INPUT_GRADIENT, mask_of_layout, sequence_layout
+from fastlm.forwards.mlp import activation_name
 from fastlm.forwards.projections import is_decode_step
 from fastlm.patching import Patch, patch_of
 from fastlm_kernels.attention import attention_backend
@@ -22,10 +25,17 @@ from fastlm_kernels.lora import group_tensors, make_group
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What never changes about a layer: its family's row and its shape."""
+    """What never changes about a layer.
+
+    Attributes:
+        family: its row.
+        spec: its shape.
+        arguments: names of the stock forward's arguments behind the hidden states.
+    """
 
     family: Family
     spec: BlockSpec
+    arguments: tuple[str, ...]
 
 
 class _Elsewhere(Exception):
@@ -36,20 +46,55 @@ class _Stock(Exception):
     """The layer cannot run as a block for this call; the message says why."""
 
 
-def make_spec(layer: nn.Module, family: Family, window: int | None, activation: str) -> BlockSpec:
+def make_facts(layer: nn.Module, family: Family) -> LayerFacts:
     """The block's shape from the layer's own modules and config."""
     attention = layer.self_attn
-    return BlockSpec(
-        n_heads=attention.config.num_attention_heads,
-        n_kv_heads=attention.config.num_key_value_heads,
+    config = attention.config
+    has_windows = not family.rotates_without_windows or config.sliding_window is not None
+    rotates = family.rotates is None or not has_windows or bool(getattr(attention, family.rotates))
+    parallel = family.parallel if isinstance(family.parallel, bool) else getattr(layer, family.parallel)
+    activation = activation_name(config, family)
+    assert activation is not None
+    spec = BlockSpec(
+        n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads,
         head_size=attention.head_dim,
         scale=attention.scaling,
-        window=window,
-        activation=activation,
-        norm_weight_offset=family.norm_weight_offset,
-        norm_casts_before_weight=family.norm_casts_before_weight,
+        window=window_of(attention, family),
+        softcap=getattr(config, family.softcap) if family.softcap else None,
+        rotates=rotates,
         rope_interleaved=family.rope_interleaved,
+        qk_norm_place=family.qk_norm_place,
+        activation=activation,
+        is_gated=family.is_gated,
+        is_parallel=parallel,
+        residual_multiplier=getattr(layer, family.residual_multiplier) if family.residual_multiplier else 1.0,
     )
+    _, _, *arguments = inspect.signature(type(layer).forward).parameters
+    return LayerFacts(family, spec, tuple(arguments))
+
+
+def unfit(layer: nn.Module, family: Family) -> str | None:
+    """Why a layer of a known family cannot run as a block, or None."""
+    activation = activation_name(layer.self_attn.config, family)
+    if activation is None:
+        return f"activation {getattr(layer.self_attn.config, family.activation)!r} has no kernel"
+    for name in family.refuses:
+        if _attribute(layer, name):
+            return f"{name} is {_attribute(layer, name)}"
+    for name in family.dropouts:
+        if _attribute(layer, name):
+            return f"{name} is {_attribute(layer, name)}, and dropout of activations has no fast path"
+    return None
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """An attribute by its dotted name."""
+    return functools.reduce(getattr, name.split("."), module)
+
+
+def has_qk_norms(attention: nn.Module, family: Family) -> bool:
+    return family.qk_norms is not None and (family.qk_norm_switch is None or getattr(attention, family.qk_norm_switch))
 
 
 def trains_own_weights(layer: nn.Module) -> bool:
@@ -60,13 +105,17 @@ def trains_own_weights(layer: nn.Module) -> bool:
     )
 
 
-def _norm(module: nn.Module, x: Tensor, casts: bool) -> Norm:
+def _norm(module: nn.Module, x: Tensor, family: Family) -> Norm:
     if adapters.has_hooks(module):
         raise _Stock("a norm has hooks")
-    weight = module.weight
-    if weight.requires_grad or (casts and torch.promote_types(x.dtype, weight.dtype) != x.dtype):
+    weight, bias = module.weight, module.bias if isinstance(module, nn.LayerNorm) else None
+    casts = family.norm_casts_before_weight and not family.has_layer_norm
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise _Elsewhere
-    return Norm(weight, module.variance_epsilon)
+    if casts and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
+        raise _Elsewhere
+    eps = getattr(module, family.norm_eps)
+    return Norm(weight, bias, eps, family.norm_weight_offset, family.norm_casts_before_weight, family.has_layer_norm)
 
 
 def _views(modules: tuple[nn.Module, ...], x: Tensor) -> list[adapters.LinearView]:
@@ -84,8 +133,8 @@ def _views(modules: tuple[nn.Module, ...], x: Tensor) -> list[adapters.LinearVie
 def _describe(
     self: nn.Module, facts: LayerFacts, x: Tensor, mask: Any, recomputes: bool, kwargs: dict[str, Any]
 ) -> tuple[Layer, list[Tensor | None]]:
-    """The layer at this call, and its 21 tensors (bias, A, B of q, k, v, o, gate, up, down)."""
-    attn, mlp, casts = self.self_attn, self.mlp, facts.spec.norm_casts_before_weight
+    """The layer at this call, and (bias, A, B) of each of its projections."""
+    attn, mlp, family = self.self_attn, self.mlp, facts.family
     if attn.config._attn_implementation != ATTENTION:
         raise _Stock(f"attention implementation {attn.config._attn_implementation!r} was asked for")
     if mask is not None:
@@ -94,28 +143,28 @@ def _describe(
         raise _Stock("a module in it has hooks")
     if x.numel() == 0 or is_decode_step(x):
         raise _Elsewhere
-    qk_norms: tuple[Norm | None, Norm | None] = (None, None)
-    if facts.family.qk_norms is not None:
-        qk_norms = (_norm(attn.q_norm, x, casts), _norm(attn.k_norm, x, casts))
+    if self.training and attn.attention_dropout:
+        raise _Stock("attention dropout is on")
+    mlp_norm = None if facts.spec.is_parallel else family.mlp_norm
+    norms = [
+        None if name is None else _norm(getattr(self, name), x, family)
+        for name in (family.attention_norm, family.attention_out_norm, mlp_norm, family.mlp_out_norm)
+    ]
+    qk_norms: list[Norm | None] = [None, None]
+    if has_qk_norms(attn, family):
+        assert family.qk_norms is not None
+        qk_norms = [_norm(getattr(attn, name), x, family) for name in family.qk_norms]
     modules = (
-        (attn.q_proj, attn.k_proj, attn.v_proj), (attn.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,),
+        tuple(getattr(attn, name) for name in family.qkv), (getattr(attn, family.out),),
+        tuple(getattr(mlp, name) for name in family.gate_up), (getattr(mlp, family.down),),
     )  # fmt: skip
     found = [_views(group, x) for group in modules]
     projections = [[view.projection for view in views] for views in found]
     groups = [make_group(p, v[0].lora_dtype) for p, v in zip(projections, found, strict=True)]
     layer = Layer(
-        spec=facts.spec,
-        plan=MemoryPlan(keeps=not recomputes),
-        qkv=groups[0],
-        out=groups[1],
-        gate_up=groups[2],
-        down=groups[3],
-        input_norm=_norm(self.input_layernorm, x, casts),
-        post_norm=_norm(self.post_attention_layernorm, x, casts),
-        q_norm=qk_norms[0],
-        k_norm=qk_norms[1],
-        layout=sequence_layout(kwargs),
-    )
+        facts.spec, RECOMPUTE_ALL if recomputes else KEEP_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs),
+        deterministic=False,
+    )  # fmt: skip
     return layer, [tensor for p in projections for tensor in group_tensors(p)]
 
 
@@ -126,26 +175,25 @@ def _note_backend(patch: Patch, layer: Layer, x: Tensor) -> None:
     patch.backend = attention_backend(q, k, k, layer.layout, spec.window)
 
 
-def forward(
-    self: nn.Module,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    use_cache: bool | None = False,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-    **kwargs: Any,
-) -> Tensor:
+def _tables(cos: Tensor, sin: Tensor, family: Family) -> tuple[Tensor, Tensor]:
+    """A family's tables as the rotation reads them: each value once, in the first half."""
+    if family.rope_tables_interleaved:
+        cos, sin = (torch.cat((t[..., ::2], t[..., ::2]), -1) for t in (cos, sin))
+    if family.rope_rounds_once:
+        cos, sin = cos.float(), sin.float()
+    return cos, sin
+
+
+def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     patch = patch_of(self)
-    stock = functools.partial(
-        patch.stock, self, attention_mask=attention_mask, position_ids=position_ids, **{CACHE: past_key_values},
-        use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
-    )  # fmt: skip
+    facts: LayerFacts = patch.facts
+    kwargs |= zip(facts.arguments, args, strict=False)
     recomputes = patch.recomputes and self.training and torch.is_grad_enabled()
+    needs_input_gradient = kwargs.pop(NEEDS_INPUT_GRADIENT, True)
     try:
-        if past_key_values is not None and not recomputes:
+        if kwargs.get("past_key_values") is not None and not recomputes:
             raise _Elsewhere
-        layer, tensors = _describe(self, patch.facts, hidden_states, attention_mask, recomputes, kwargs)
+        layer, tensors = _describe(self, facts, hidden_states, kwargs.get("attention_mask"), recomputes, kwargs)
     except _Elsewhere:
         # the parts count this call
         patch.calls -= 1
@@ -154,12 +202,19 @@ def forward(
     else:
         if not patch.backend:
             _note_backend(patch, layer, hidden_states)
-        cos, sin = position_embeddings
+        if not needs_input_gradient and self.self_attn.layer_idx == 0:
+            # only a trainer's hook asks for it, and nobody reads it
+            hidden_states = hidden_states.detach()
+        cos, sin = kwargs["position_embeddings"]
+        cos, sin = _tables(cos, sin, facts.family)
         return BlockFunction.apply(hidden_states, cos, sin, layer, *tensors)
     if recomputes:
+        kwargs |= {"past_key_values": None, "use_cache": False}
+    if not facts.family.layer_keeps_kwargs:
+        kwargs["attention_mask"] = mask_of_layout(kwargs, hidden_states, facts.spec.window)
+    if "past_key_values" in kwargs:
+        kwargs[CACHE] = kwargs.pop("past_key_values")
+    if recomputes:
         # the permission that the block would have used serves the parts through transformers' own function
-        return self._gradient_checkpointing_func(
-            functools.partial(stock.func, *stock.args, **{**stock.keywords, CACHE: None, "use_cache": False}),
-            hidden_states,
-        )
-    return stock(hidden_states)
+        return self._gradient_checkpointing_func(functools.partial(patch.stock, self, **kwargs), hidden_states)
+    return patch.stock(self, hidden_states, **kwargs)

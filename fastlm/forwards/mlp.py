@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from fastlm import adapters
+from fastlm.families import Family
 from fastlm.forwards.projections import is_decode_step, project, shared_views
 from fastlm.patching import patch_of
 from fastlm_kernels.glu import glu
@@ -27,7 +29,19 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
 }
+
+
+def activation_name(config: Any, family: Family) -> str | None:
+    """The op's name of the activation that a model of this family has, or None if no kernel computes it."""
+    name = ACTIVATIONS.get(getattr(config, family.activation))
+    return None if name == "relu2" and family.is_gated else name
+
+
+def fits(family: Family) -> bool:
+    """Whether `forward` computes what this family's MLP does."""
+    return family.gate_up == ("gate_proj", "up_proj") and family.down == "down_proj"
 
 
 def forward(self: nn.Module, x: Tensor) -> Tensor:

@@ -1,0 +1,138 @@
+"""The decoder layer as one function: plans, what is kept and where, which gradients are made."""
+
+import itertools
+
+import pytest
+import tiny
+import torch
+
+import fastlm
+from fastlm.block import function
+from fastlm.block.spec import KEEP_ALL, RECOMPUTE_ALL, MemoryPlan
+from fastlm.forwards import layer as layer_forward
+from fastlm.patching import patch_of
+
+PLANS = [MemoryPlan(*flags) for flags in itertools.product((False, True), repeat=5)]
+
+
+def patched(name, dtype=torch.float32, **over):
+    return fastlm.patch_model(tiny.with_lora(tiny.model(name, dtype, "sdpa", **over), dtype=dtype), strict=True)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gemma3", "cohere", "olmo2", "hunyuan", "granite"])
+def test_plans_change_no_bit(name, monkeypatch):
+    """Whatever a layer keeps, loss and gradients are equal to the bit."""
+    ours, batch = patched(name), tiny.padded_batch()
+    want = None
+    # the plan of norms before the output matters only where there are such norms
+    for plan in PLANS if ours.config.model_type == "gemma3_text" else PLANS[::2]:
+        monkeypatch.setattr(layer_forward, "KEEP_ALL", plan)
+        loss, got = tiny.loss_and_gradients(ours, batch)
+        want = want or (loss, got)
+        assert torch.equal(loss, want[0]), plan
+        assert all(torch.equal(got[n], want[1][n]) for n in want[1]), plan
+
+
+class _Bytes:
+    """Bytes of distinct storages that autograd saves."""
+
+    def __init__(self):
+        self.storages = {}
+
+    def pack(self, tensor):
+        storage = tensor.untyped_storage()
+        self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def saved_bytes(ours, batch, plan, monkeypatch):
+    monkeypatch.setattr(layer_forward, "KEEP_ALL", plan)
+    seen = _Bytes()
+    with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda t: t):
+        loss = ours.train()(**batch).loss
+    parameters = {p.untyped_storage().data_ptr() for p in ours.parameters()}
+    del loss
+    return sum(size for start, size in seen.storages.items() if start not in parameters)
+
+
+def test_a_plan_keeps_what_it_says(monkeypatch):
+    """Each kept tensor costs its own size and no more, seen by the hooks that offload saved tensors."""
+    ours = patched("llama", num_hidden_layers=3)
+    x = tiny.ids(2, 40)
+    batch, config = dict(input_ids=x, labels=x), ours.config
+    tokens, layers, size = x.numel(), config.num_hidden_layers, 4
+    head = config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    base = saved_bytes(ours, batch, RECOMPUTE_ALL, monkeypatch)
+    lows = {"qkv": 12, "residual": 4, "gate_up": 8 + 4}
+    costs = {
+        "qkv": heads * head,
+        "attention": config.hidden_size + config.num_attention_heads,
+        "residual": config.hidden_size,
+        "gate_up": 2 * config.intermediate_size,
+    }
+    for name, width in costs.items():
+        plan = MemoryPlan(**{field: field == name for field in ("qkv", "attention", "residual", "gate_up", "down")})
+        more = saved_bytes(ours, batch, plan, monkeypatch) - base
+        assert more == layers * tokens * (width + lows.get(name, 0)) * size, name
+
+
+def test_offloading_saved_tensors_changes_no_bit():
+    ours, batch = patched("qwen3"), tiny.packed_batch()
+    want = tiny.loss_and_gradients(ours, batch)
+    moved = []
+
+    def pack(tensor):
+        moved.append(tensor.numel())
+        return tensor.detach().clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        got = tiny.loss_and_gradients(ours, batch)
+    assert moved and torch.equal(got[0], want[0])
+    assert all(torch.equal(got[1][n], want[1][n]) for n in want[1])
+
+
+def test_a_frozen_prefix_runs_forward_only(monkeypatch):
+    """Adapters in the top half and a trainer's defaults: lower layers run once, without a backward."""
+    made = tiny.with_lora(tiny.model("llama", attention="sdpa", num_hidden_layers=4), layers_to_transform=[2, 3])
+    stock = tiny.with_lora(tiny.model("llama", num_hidden_layers=4), layers_to_transform=[2, 3])
+    ours = fastlm.patch_model(made, strict=True)
+    for model in (stock, ours):
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    want_loss, want = tiny.loss_and_gradients(stock, tiny.padded_batch())
+    backward, seen = function.BlockFunction.backward, []
+
+    def counted(ctx, dy):
+        seen.append(ctx.needs_input_grad[0])
+        return backward(ctx, dy)
+
+    monkeypatch.setattr(function.BlockFunction, "backward", staticmethod(counted))
+    loss, got = tiny.loss_and_gradients(ours, tiny.padded_batch())
+    assert seen == [True, False]
+    assert abs(loss - want_loss) <= 1e-5 * want_loss and set(got) == set(want)
+    assert all(tiny.relative(got[n], want[n]) <= 1e-5 for n in want)
+    assert [patch_of(layer).calls for layer in ours.base_model.model.model.layers] == [1, 1, 1, 1]
+
+
+def test_given_embeddings_get_their_gradient():
+    stock, ours = tiny.with_lora(tiny.model("llama")), patched("llama")
+    gradients = []
+    for made in (stock, ours):
+        x = tiny.ids(2, 40)
+        embeds = made.get_input_embeddings()(x).detach().requires_grad_()
+        made.train()(inputs_embeds=embeds, labels=x).loss.backward()
+        gradients.append(embeds.grad)
+    assert tiny.relative(gradients[1], gradients[0]) <= 1e-5 and gradients[0].any()
+
+
+def test_a_second_derivative_is_an_error():
+    ours = patched("llama")
+    loss = ours.train()(**tiny.padded_batch()).loss
+    parameters = [p for p in ours.parameters() if p.requires_grad]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, parameters, create_graph=True)
+
+
+def test_keep_and_recompute_all_are_named_plans():
+    assert PLANS[-1] == KEEP_ALL and PLANS[0] == RECOMPUTE_ALL

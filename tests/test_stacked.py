@@ -1,0 +1,89 @@
+"""Adapters that ride in the base GEMM: no worse than torch, and no row of anybody else's is touched."""
+
+import pytest
+import torch
+
+from fastlm_kernels._stacked import Projection, StackedLinear, group_tensors, make_group, padding
+from fastlm_kernels.nf4 import NF4Weight, nf4_decode
+from fastlm_kernels.testing import poisoned_memory
+
+TOKENS, K, WIDTHS, RANKS = 512, 1024, (640, 256, 128), (16, 5, 8)
+
+
+def nf4(n, dtype, generator):
+    """A random weight [n, K] of about unit output."""
+    packed = torch.randint(0, 256, (n * K // 2,), dtype=torch.uint8, generator=generator)
+    return NF4Weight(packed, torch.rand(n * K // 64, generator=generator) * K**-0.5, (n, K), dtype=dtype)
+
+
+def test_padding_is_a_function_of_shape():
+    assert padding(4096, 4096, 48) == 64 and padding(4096, 4096, 65) == 128
+    assert padding(511, 4096, 16) == padding(4096, 1023, 16) == padding(4096, 1024, 192) == 0
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_riding_is_no_worse_than_beside(dtype, has_bias):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    weights = [nf4(n, dtype, generator) for n in WIDTHS]
+    projections = [
+        Projection(
+            w,
+            draw(n).to(dtype) if has_bias else None,
+            (draw(r, K) * K**-0.5).to(dtype),
+            draw(n, r).to(dtype) * 0.3,
+            2.0,
+        )
+        for w, n, r in zip(weights, WIDTHS, RANKS, strict=True)
+    ]
+    group, tensors = make_group(projections, None), group_tensors(projections)
+    x, dy = draw(TOKENS, K).to(dtype), draw(TOKENS, sum(WIDTHS)).to(dtype)
+    residual = draw(TOKENS, sum(WIDTHS)).to(dtype)
+    dense = torch.cat([nf4_decode(w, dtype) for w in weights]).double()
+    wide = torch.cat([2.0 * p.lora_b.double() @ p.lora_a.double() for p in projections])
+    bias = torch.cat([p.bias.double() for p in projections]) if has_bias else 0.0
+    truth = [
+        x.double() @ (dense + wide).t() + bias,
+        dy.double() @ (dense + wide),
+        x.double() @ (dense + wide).t() + bias + residual.double(),
+    ]
+    errors = {}
+    for label, room in (("riding", TOKENS), ("beside", 0)):
+        with poisoned_memory():
+            linear = StackedLinear(group, tensors, dtype, room, room, holds=True)
+            assert bool(linear.x_pad) == bool(linear.dy_pad) == bool(room)
+            into = linear.input(TOKENS, x.device).copy_(x)
+            y = linear.forward(into)
+            dx = linear.backward_x(linear.gradient(TOKENS, x.device).copy_(dy))
+            grads = linear.backward_adapters(dy, x, [True] * 9)
+            again = StackedLinear(group, tensors, dtype, room)
+            total = again.forward_add(again.input(TOKENS, x.device).copy_(x), residual.clone(), owns=True)
+            restored = StackedLinear(group, tensors, dtype, 0, room)
+            restored.restore(linear.saved())
+            assert torch.equal(restored.backward_x(restored.gradient(TOKENS, x.device).copy_(dy)), dx)
+        errors[label] = [
+            float((got.double() - want).norm() / want.norm()) for got, want in zip((y, dx, total), truth, strict=True)
+        ]
+        for i, p in enumerate(projections):
+            rows = slice(sum(WIDTHS[:i]), sum(WIDTHS[: i + 1]))
+            high = 2.0 * dy[:, rows].double() @ p.lora_b.double()
+            want = [
+                dy[:, rows].double().sum(0),
+                high.t() @ x.double(),
+                2.0 * dy[:, rows].double().t() @ (x.double() @ p.lora_a.double().t()),
+            ]
+            for got, exact in zip(
+                grads[3 * i + (0 if has_bias else 1) : 3 * i + 3], want[0 if has_bias else 1 :], strict=True
+            ):
+                assert float((got.double() - exact).norm() / exact.norm()) <= (1e-5 if dtype is torch.float32 else 8e-3)
+    for riding, beside in zip(errors["riding"], errors["beside"], strict=True):
+        assert riding <= 1.1 * beside + 1e-9, errors
+
+
+def test_dense_weights_are_never_laid_out_anew():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(1024, K, generator=generator)
+    p = Projection(weight, None, torch.randn(4, K, generator=generator), torch.randn(1024, 4, generator=generator))
+    linear = StackedLinear(make_group([p], None), group_tensors([p]), torch.float32, TOKENS, TOKENS)
+    assert linear.x_pad == linear.dy_pad == 0 and linear.input(3, weight.device).is_contiguous()
