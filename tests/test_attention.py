@@ -225,6 +225,12 @@ def test_refuses_what_does_not_fit():
         ("agree in dtype.*float64", (q, k.double(), v), {}),
         ("floating, got torch.int64", (q.long(), k.long(), v.long()), {}),
         ("at least 1.*got 0", (q, k, v), {"window": 0}),
+        ("above 0, got 0.0", (q, k, v), {"softcap": 0.0}),
+        ("above 0, got -5.0", (q, k, v), {"softcap": -5.0}),
+        ("above 0, got inf", (q, k, v), {"softcap": float("inf")}),
+        ("detached", (q, k, v), {"softcap": 5.0, "mask": torch.zeros(1, 1, 6, 6, requires_grad=True)}),
+        ("'math' cannot serve.*softcap", (q, k, v), {"backend": "math", "softcap": 5.0}),
+        ("'triton' cannot serve.*GPUs", (q, k, v), {"backend": "triton"}),
         ("not both", (q, k, v), {"mask": mask, "layout": layout}),
         (r"must be \[2, 1, 6, 6\], got \(2, 1, 6, 5\)", (q, k, v), {"mask": mask[..., :5]}),
         ("bool .* or float .* got torch.int64", (q, k, v), {"mask": mask.long()}),
@@ -258,8 +264,10 @@ def _name(monkeypatch, form="square", capability=(9, 0), is_cuda=True, has_fa4=T
     call = {
         "form": form, "is_cuda": is_cuda, "capability": capability, "dtype": torch.bfloat16, "head_size": 128,
         "value_head_size": 128, "window": None, "is_deterministic": False, "is_globally_deterministic": False,
+        "has_softcap": False, "has_triton": is_cuda,
     }  # fmt: skip
-    return _attention_backends.choose(_attention_backends.Call(**{**call, **changes}), None)
+    # not the cached choice, which does not know that the table was changed
+    return _attention_backends.choose.__wrapped__(_attention_backends.Call(**{**call, **changes}), None)
 
 
 def test_the_choice_is_by_facts(monkeypatch):
@@ -270,7 +278,9 @@ def test_the_choice_is_by_facts(monkeypatch):
         window = 100 if form == "window" else None
         assert name(form, window=window) == "flash_attention_4"
         assert name(form, window=window, is_deterministic=True) == "flash_attention_4"
-        assert name(form, window=window, dtype=torch.float32) == "efficient"
+        in_float32 = "efficient" if form == "square" else "triton"
+        assert name(form, window=window, dtype=torch.float32) == in_float32
+        assert name(form, window=window, dtype=torch.float32, has_triton=False) == "efficient"
         assert name(form, window=window, is_cuda=False, capability=(0, 0)) == "sdpa"
     assert name(has_fa4=False) == "cudnn"
     assert name(capability=(8, 0)) == "flash"
@@ -287,11 +297,43 @@ def test_the_choice_is_by_facts(monkeypatch):
     assert name(head_size=320, value_head_size=320) == "efficient"
     assert name(head_size=192, value_head_size=128) == "efficient"
     assert name(head_size=20, value_head_size=20) == "flash"
-    assert name(head_size=20, value_head_size=20, dtype=torch.float32) == "math"
+    assert name(head_size=20, value_head_size=20, dtype=torch.float32) == "triton"
+    # wide or odd heads, where torch's packed kernel refuses them
+    for form, window in (("packed", None), ("window", 100)):
+        assert name(form, head_size=256, value_head_size=256, window=window, capability=(8, 9)) == "triton"
+    assert name("window", head_size=20, value_head_size=20, window=100) == "triton"
+    assert name("packed", head_size=256, value_head_size=256, dtype=torch.float32) == "efficient"
     # torch's kernels are deterministic by a global flag alone, cuDNN's never
-    assert name(has_fa4=False, is_deterministic=True) == "math"
+    assert name(has_fa4=False, is_deterministic=True) == "triton"
+    assert name(has_fa4=False, is_deterministic=True, has_triton=False) == "math"
     assert name(has_fa4=False, is_deterministic=True, is_globally_deterministic=True) == "flash"
     assert name(capability=(12, 0), is_deterministic=True, is_globally_deterministic=True) == "flash"
+
+
+def test_the_choice_under_a_softcap(monkeypatch):
+    def name(form="square", **facts):
+        return _name(monkeypatch, form, has_softcap=True, **facts)
+
+    wide = {"head_size": 256, "value_head_size": 256}
+    for form in ("square", "packed", "window", "rectangular"):
+        window = 100 if form == "window" else None
+        assert name(form, window=window) == name(form, window=window, **wide) == "flash_attention_4"
+        assert name(form, window=window, is_deterministic=True) == "flash_attention_4"
+        # flash-attn-4 takes 256 on capability 9 alone, and modified scores nowhere on 12
+        assert name(form, window=window, capability=(10, 0)) == "flash_attention_4"
+        assert name(form, window=window, capability=(10, 0), **wide) == "triton"
+        for capability in ((8, 0), (8, 9), (12, 0)):
+            assert name(form, window=window, capability=capability) == "triton"
+        assert name(form, window=window, has_fa4=False, **wide) == "triton"
+        assert name(form, window=window, dtype=torch.float32) == "triton"
+        assert name(form, window=window, dtype=torch.float32, **wide) == "torch"
+        assert name(form, window=window, capability=(7, 5), dtype=torch.float16) == "torch"
+        assert name(form, window=window, has_fa4=False, has_triton=False) == "torch"
+        assert name(form, window=window, is_cuda=False, capability=(0, 0)) == "torch"
+    assert name("single") == "triton"
+    assert name("mask") == "torch"
+    assert name("empty") == "math"
+    assert name(head_size=192, value_head_size=128) == "torch"
 
 
 def test_the_choice_for_tensors():
@@ -299,6 +341,7 @@ def test_the_choice_for_tensors():
     assert attention_backend(q, k, v) == "sdpa"
     assert attention_backend(q, k, v, packed_layout(torch.tensor([[0, 1, 0, 0, 1, 2]] * 2)), 2) == "sdpa"
     assert attention_backend(q[:0], k[:0], v[:0]) == "math"
+    assert attention_backend(q, k, v, softcap=5.0) == "torch"
     with pytest.raises(ValueError, match="window"):
         attention_backend(q, k, v, window=-1)
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fastlm_kernels._attention_triton import MIN_CAPABILITY, largest_head_size
+
 _log = logging.getLogger(__name__)
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -40,13 +42,15 @@ class Backend:
         on_cuda: True where it runs on CUDA GPUs only, False where only elsewhere, None for any device.
         dtypes: of q, k and v.
         min_capability: of the GPU.
-        max_head_size: of a GPU's capability.
+        max_head_size: of a GPU's capability and the dtype.
         head_multiple: the head size must be a multiple of it.
         takes_other_value_size: whether Ev may differ from E.
         is_varlen: takes cumulative lengths, windows and S < Skv itself. The others are given one sequence at a time,
             and a boolean mask for a window or S < Skv.
         is_square_only: takes whole causal rows of more than one token only.
         takes_mask: takes a mask.
+        takes_softcap: of a GPU's capability: bounds the scores by a softcap, forward and backward.
+        needs_triton: runs wherever our Triton kernels do.
         deterministic: whether its backward is "always"; by an "argument"; by torch.use_deterministic_algorithms(True),
             a "global" flag; or "never".
         missing: why it is not installed, or None.
@@ -57,16 +61,18 @@ class Backend:
     dtypes: tuple[torch.dtype, ...]
     deterministic: str
     min_capability: tuple[int, int] = (0, 0)
-    max_head_size: Callable[[tuple[int, int]], int] = lambda cc: 1 << 30
+    max_head_size: Callable[[tuple[int, int], torch.dtype], int] = lambda cc, dtype: 1 << 30
     head_multiple: int = 1
     takes_other_value_size: bool = False
     is_varlen: bool = False
     is_square_only: bool = False
     takes_mask: bool = False
+    takes_softcap: Callable[[tuple[int, int]], bool] = lambda cc: False
+    needs_triton: bool = False
     missing: Callable[[], str | None] = lambda: None
 
 
-def _flash_2_head_size(cc: tuple[int, int]) -> int:
+def _flash_2_head_size(cc: tuple[int, int], dtype: torch.dtype) -> int:
     # its backward needs the shared memory of the data-centre chips above 192
     return 256 if cc in ((8, 0), (9, 0), (10, 0)) else 192
 
@@ -76,12 +82,14 @@ BACKENDS = {
     for backend in (
         Backend(
             "flash_attention_4", True, _HALF, "argument", (9, 0),
-            max_head_size=lambda cc: 256 if cc[0] == 9 else 128, head_multiple=8, is_varlen=True,
+            max_head_size=lambda cc, dtype: 256 if cc[0] == 9 else 128, head_multiple=8, is_varlen=True,
+            # its backward refuses modified scores there
+            takes_softcap=lambda cc: cc[0] != 12,
             missing=_missing_flash_attention_4,
         ),
         Backend(
             "cudnn", True, _HALF, "never", (9, 0),
-            max_head_size=lambda cc: 128, head_multiple=8, is_square_only=True,
+            max_head_size=lambda cc, dtype: 128, head_multiple=8, is_square_only=True,
         ),
         Backend(
             "torch_varlen", True, _HALF, "global", (8, 0),
@@ -97,23 +105,35 @@ BACKENDS = {
             "sdpa", False, (*_HALF, torch.float32, torch.float64), "always",
             takes_other_value_size=True, takes_mask=True,
         ),
+        # our own kernels
+        Backend(
+            "triton", None, (*_HALF, torch.float32), "always", MIN_CAPABILITY,
+            max_head_size=lambda cc, dtype: largest_head_size(dtype), is_varlen=True,
+            takes_softcap=lambda cc: True, needs_triton=True,
+        ),
         Backend(
             "math", None, (*_HALF, torch.float32, torch.float64), "always",
             takes_other_value_size=True, takes_mask=True,
+        ),
+        # our own blocks of queries
+        Backend(
+            "torch", None, (*_HALF, torch.float32, torch.float64), "always",
+            takes_other_value_size=True, takes_mask=True, takes_softcap=lambda cc: True,
         ),
     )
 }  # fmt: skip
 
 # What a call asks for -> the backends in order of speed. Measured on one H200 for "square" and "packed"; torch's flash
-# kernel splits the keys of a single query over the chip, flash-attn-4 does not unless asked to.
+# kernel splits the keys of a single query over the chip, flash-attn-4 does not unless asked to. "efficient" stands behind
+# "triton" where it would need a mask or one launch a sequence, "math" where it would need the [S, S] matrix.
 ORDER = {
     "empty": ("math",),
-    "mask": ("efficient", "sdpa", "math"),
-    "packed": ("flash_attention_4", "torch_varlen", "flash", "efficient", "sdpa", "math"),
-    "square": ("flash_attention_4", "cudnn", "flash", "efficient", "sdpa", "math"),
-    "window": ("flash_attention_4", "torch_varlen", "efficient", "sdpa", "math"),
-    "single": ("flash", "efficient", "sdpa", "math"),
-    "rectangular": ("flash_attention_4", "torch_varlen", "efficient", "sdpa", "math"),
+    "mask": ("efficient", "sdpa", "math", "torch"),
+    "packed": ("flash_attention_4", "torch_varlen", "flash", "sdpa", "triton", "efficient", "math", "torch"),
+    "square": ("flash_attention_4", "cudnn", "flash", "efficient", "sdpa", "triton", "math", "torch"),
+    "window": ("flash_attention_4", "torch_varlen", "sdpa", "triton", "efficient", "math", "torch"),
+    "single": ("flash", "efficient", "sdpa", "triton", "math", "torch"),
+    "rectangular": ("flash_attention_4", "torch_varlen", "sdpa", "triton", "efficient", "math", "torch"),
 }
 
 
@@ -130,22 +150,29 @@ class Call:
     window: int | None
     is_deterministic: bool
     is_globally_deterministic: bool
+    has_softcap: bool
+    has_triton: bool
 
 
 def refusal(backend: Backend, call: Call) -> str | None:
     """Why a backend cannot serve a call, None if it can."""
     if backend.on_cuda is not None and backend.on_cuda != call.is_cuda:
         return f"it runs {'on CUDA GPUs only' if backend.on_cuda else 'on other devices than CUDA GPUs'}"
+    if backend.needs_triton and not call.has_triton:
+        return "it runs on CUDA GPUs with Triton only"
     if call.is_cuda and call.capability < backend.min_capability:
         return f"it needs compute capability {backend.min_capability}, the GPU has {call.capability}"
     if call.dtype not in backend.dtypes:
         return f"it takes {', '.join(map(str, backend.dtypes))}, not {call.dtype}"
     if call.head_size != call.value_head_size and not backend.takes_other_value_size:
         return f"keys and values must have one head size, got {call.head_size} and {call.value_head_size}"
-    largest = backend.max_head_size(call.capability)
+    largest = backend.max_head_size(call.capability, call.dtype)
     for size in (call.head_size, call.value_head_size):
         if size > largest or size % backend.head_multiple:
             return f"head sizes must be at most {largest} and a multiple of {backend.head_multiple}, got {size}"
+    # without a key there is no score
+    if call.has_softcap and call.form != "empty" and not backend.takes_softcap(call.capability):
+        return "it has no softcap" + (" on this GPU" if backend.takes_softcap((9, 0)) else "")
     if call.form == "mask" and not backend.takes_mask:
         return "it takes no mask"
     if call.form not in ("square", "empty") and backend.is_square_only:
@@ -163,7 +190,13 @@ def refusal(backend: Backend, call: Call) -> str | None:
     return backend.missing()
 
 
+@functools.lru_cache(maxsize=1024)
 def choose(call: Call, forced: str | None) -> str:
+    """The backend of a call: the first of its order that can serve it, or the forced one.
+
+    Raises:
+        ValueError: if the forced one is unknown or cannot serve the call.
+    """
     if forced is None:
         return next(name for name in ORDER[call.form] if refusal(BACKENDS[name], call) is None)
     if forced not in BACKENDS:

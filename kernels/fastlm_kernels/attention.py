@@ -1,31 +1,31 @@
 """Causal attention of decoder models: one entry over the attention libraries that are installed.
 
-    o = softmax(scale * q kᵀ + mask) v
+    o = softmax(scale * q kᵀ + mask) v, with a softcap: o = softmax(softcap * tanh(scale * q kᵀ / softcap) + mask) v
 
 Vaswani et al. 2017, arXiv:1706.03762; without the [S, S] matrix in memory: Dao 2023, arXiv:2307.08691. Every library
 used here keeps the softmax statistics in float32 and rounds the probabilities to the input dtype before the product
 with v; what is saved for the backward is q, k, v, o and one float32 log-sum-exp a query. Gradients are the libraries'
-own autograd.
+own autograd. What none of them serves without an [S, S] matrix, our own Triton kernels do, or blocks of queries in torch.
 
-Which library runs is a pure function of the device, dtype, head sizes, window, layout, mask and installed packages:
-`attention_backend` tells it, `BACKENDS` holds the facts that it is decided by.
+Which library runs is a pure function of the device, dtype, head sizes, window, softcap, layout, mask and installed
+packages: `attention_backend` tells it, `BACKENDS` holds the facts that it is decided by.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from typing import Any
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastlm_kernels._attention_backends import BACKENDS, Call, choose
+from fastlm_kernels._attention_libraries import dense, packed, sdpa
+from fastlm_kernels._attention_torch import torch_attention
+from fastlm_kernels._attention_triton import builds
 from fastlm_kernels._case import Case, randn
-from fastlm_kernels._launch import capability, check_dtype
+from fastlm_kernels._launch import capability, check_dtype, runs_triton
 from fastlm_kernels._sequences import SequenceLayout, layout_from_cu_seqlens, packed_layout, padded_layout
 
 __all__ = [
@@ -38,25 +38,19 @@ __all__ = [
     "padded_layout",
 ]
 
+
 # B batch, S queries of a row, Skv keys of a row, H query heads, K key/value heads, E head size, Ev value head size
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_SDPA = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None, window: int | None, mask: Tensor | None
-) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None, window: int | None, mask: Tensor | None,
+    softcap: float | None,
+) -> None:  # fmt: skip
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"q must be [B, S, H, E], k [B, Skv, K, E] and v [B, Skv, K, Ev], got {shapes}")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q [B, S, H, E], k [B, Skv, K, E] and v [B, Skv, K, Ev] do not fit each other, got {shapes}")
     batch, n_queries, n_heads, _ = q.shape
+    if k.shape[:3] != v.shape[:3] or batch != k.shape[0] or q.shape[3] != k.shape[3]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"q [B, S, H, E], k [B, Skv, K, E] and v [B, Skv, K, Ev] do not fit each other, got {shapes}")
     n_keys, n_kv_heads = k.shape[1:3]
     if not n_kv_heads or n_heads % n_kv_heads:
         raise ValueError(f"the query heads must be a multiple of the key/value heads, got {n_heads} and {n_kv_heads}")
@@ -67,6 +61,8 @@ def _check(
         )
     if window is not None and window < 1:
         raise ValueError(f"window must be None or at least 1, the key of the query's own position, got {window}")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap must be None or a bound of the scores above 0, got {softcap}")
     if mask is not None and layout is not None:
         raise ValueError("give a mask or a layout, not both: a layout already says what each token sees")
     if mask is not None:
@@ -75,6 +71,8 @@ def _check(
             raise ValueError(f"mask must be [{batch}, 1, {n_queries}, {n_keys}], got {tuple(mask.shape)}")
         if mask.dtype is not torch.bool and not mask.is_floating_point():
             raise ValueError(f"mask must be bool (true: sees) or float (added to the scores), got {mask.dtype}")
+        if mask.requires_grad and softcap is not None:
+            raise ValueError("a mask beside a softcap gets no gradient: pass it detached")
         return
     if n_queries > n_keys:
         raise ValueError(f"there must be a key for each query, got {n_queries} queries and {n_keys} keys")
@@ -99,8 +97,9 @@ def _describe(
     window: int | None,
     mask: Tensor | None,
     deterministic: bool,
+    softcap: float | None,
 ) -> Call:
-    _check(q, k, v, layout, window, mask)
+    _check(q, k, v, layout, window, mask, softcap)
     cc = (0, 0)
     if q.is_cuda:
         cc = capability(q.device.index)
@@ -135,6 +134,8 @@ def _describe(
         window=window if hides else None,
         is_deterministic=deterministic or is_global,
         is_globally_deterministic=is_global,
+        has_softcap=softcap is not None,
+        has_triton=runs_triton(q),
     )
 
 
@@ -146,105 +147,14 @@ def attention_backend(
     window: int | None = None,
     mask: Tensor | None = None,
     deterministic: bool = False,
+    softcap: float | None = None,
 ) -> str:
     """The name of the backend that `attention` runs for these arguments.
 
     Raises:
         ValueError, TypeError: as `attention`.
     """
-    return choose(_describe(q, k, v, layout, window, mask, deterministic), None)
-
-
-def _sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, mask: Tensor | None) -> Tensor:
-    """q [B, S, H, E], k [B, Skv, K, E], v [B, Skv, K, Ev], mask [B or 1, H or 1, S, Skv] -> [B, S, H, Ev]."""
-    groups = q.shape[2] // k.shape[2]
-    if name == "efficient" and groups > 1:  # torch 2.11's kernel has no groups of heads
-        k, v = (x.unsqueeze(3).expand(-1, -1, -1, groups, -1).flatten(2, 3) for x in (k, v))
-    dead = None
-    if mask is not None:
-        if mask.dtype is not torch.bool:
-            mask = mask.to(q.dtype)
-        if name == "efficient":  # a query that sees nothing: zero, as torch's other implementations give
-            dead = (mask.logical_not() if mask.dtype is torch.bool else mask.isneginf()).all(-1, keepdim=True)
-            mask = mask.masked_fill(dead, True if mask.dtype is torch.bool else 0.0)
-    forced = sdpa_kernel(_SDPA[name]) if name in _SDPA else contextlib.nullcontext()
-    # the result has the dtype of q, also where autocast would lower it
-    with forced, torch.autocast(q.device.type, enabled=False):
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=is_causal,
-            scale=scale, enable_gqa=q.shape[2] != k.shape[2],
-        )  # fmt: skip
-    if dead is not None:
-        out = out.masked_fill(dead, 0.0)
-    return out.transpose(1, 2)
-
-
-def _causal_mask(n_queries: int, n_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[1, 1, S, Skv] bool: key j is seen by query i if i - window < j <= i, counted from the last key."""
-    i = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
-    j = torch.arange(n_keys, device=device)
-    seen = j <= i if window is None else (j <= i) & (j > i - window)
-    return seen[None, None]
-
-
-def _causal_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    n_queries, n_keys = q.shape[1], k.shape[1]
-    if n_queries == n_keys and (window is None or window >= n_keys):
-        return _sdpa(name, q, k, v, scale, True, None)
-    return _sdpa(name, q, k, v, scale, False, _causal_mask(n_queries, n_keys, window, q.device))
-
-
-def _flash_attention_4(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, deterministic: bool, **lengths: Any
-) -> Tensor:
-    """[B, S, H, E], or [tokens, H, E] with `lengths`; causal masks are aligned to the last key."""
-    from flash_attn.cute import (  # type: ignore[import-not-found,unused-ignore]
-        flash_attn_func,
-        flash_attn_varlen_func,
-    )
-
-    out, _ = (flash_attn_varlen_func if lengths else flash_attn_func)(
-        q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic,
-        # its window counts the keys to the left of the query's own
-        window_size=(None, None) if window is None else (window - 1, 0), **lengths,
-    )  # fmt: skip
-    return out
-
-
-def _torch_varlen(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None,
-    cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-) -> Tensor:  # fmt: skip
-    """q [tokens, H, E], k and v [key tokens, K, E] -> [tokens, H, E]; causal masks are aligned to the last key."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 takes fewer key/value heads unasked and has no such argument
-    groups: dict[str, Any] = {"enable_gqa": True} if _TORCH >= (2, 12) and q.shape[1] != k.shape[1] else {}
-    size = (-1, 0) if window is None else (window - 1, 0)
-    out = varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=size, **groups)
-    assert isinstance(out, Tensor)  # a tuple only with return_aux
-    return out
-
-
-def _packed(
-    name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, layout: SequenceLayout, window: int | None,
-    is_deterministic: bool,
-) -> Tensor:  # fmt: skip
-    """q [tokens, H, E], k [tokens, K, E], v [tokens, K, Ev] -> [tokens, H, Ev], each sequence for itself."""
-    cu, longest = layout.cu_seqlens, layout.max_seqlen
-    if name == "flash_attention_4":
-        return _flash_attention_4(
-            q, k, v, scale, window, is_deterministic,
-            cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest,
-        )  # fmt: skip
-    if name == "torch_varlen":
-        return _torch_varlen(q, k, v, scale, window, cu, cu, longest, longest)
-    q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    bounds = itertools.pairwise(itertools.accumulate(layout.sequence_lengths, initial=0))
-    # without a token, one empty sequence keeps the result in the graph
-    parts = [slice(*bound) for bound in bounds if bound[0] < bound[1]] or [slice(0, 0)]
-    outs = [_causal_sdpa(name, q[:, part], k[:, part], v[:, part], scale, window) for part in parts]
-    return torch.cat(outs, dim=1).squeeze(0)
+    return choose(_describe(q, k, v, layout, window, mask, deterministic, softcap), None)
 
 
 class _TakeRows(torch.autograd.Function):
@@ -286,6 +196,7 @@ def attention(
     layout: SequenceLayout | None = None,
     window: int | None = None,
     mask: Tensor | None = None,
+    softcap: float | None = None,
     deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor:
@@ -303,6 +214,7 @@ def attention(
         window: length of the sliding window, the query's own key included; None sees all earlier keys.
         mask: [B, 1, S, Skv] (B or 1, H or 1 heads) that already holds causality, window and padding: bool, true for
             what is seen, or float, added to the scores. A query that sees nothing gives zeros.
+        softcap: bound of the scores, softcap * tanh(scale * q kᵀ / softcap) before the mask; None leaves them as they are.
         deterministic: bit-equal gradients between runs; also asked for by torch.use_deterministic_algorithms(True).
         backend: a name of BACKENDS instead of the one that `attention_backend` gives.
 
@@ -311,13 +223,13 @@ def attention(
 
     Raises:
         ValueError: if shapes, dtypes or devices do not fit each other, mask and layout are both given, the layout does
-            not fit the batch, window < 1, or `backend` cannot serve the call.
+            not fit the batch, window < 1, softcap <= 0, or `backend` cannot serve the call.
         TypeError: for a dtype that the GPU's kernels do not take.
 
     Reference: Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023, arXiv:2305.13245; sliding
-    window: Beltagy et al. 2020, arXiv:2004.05150.
+    window: Beltagy et al. 2020, arXiv:2004.05150; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
-    call = _describe(q, k, v, layout, window, mask, deterministic)
+    call = _describe(q, k, v, layout, window, mask, deterministic, softcap)
     name = choose(call, backend)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     batch, n_queries = q.shape[:2]
@@ -325,29 +237,19 @@ def attention(
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         if layout.indices is not None:
             q, k, v = (_TakeRows.apply(x, layout.indices) for x in (q, k, v))
-        out = _packed(name, q, k, v, scale, layout, call.window, call.is_deterministic)
+        out = packed(name, q, k, v, scale, layout, call.window, softcap, call.is_deterministic)
         if layout.indices is not None:
             out = _PutRows.apply(out, layout.indices, batch * n_queries)
         return out.unflatten(0, (batch, n_queries))
+    if name == "torch" and mask is not None:
+        return torch_attention(q, k, v, scale, softcap=softcap, mask=mask)
     if mask is not None or call.form == "empty":
-        return _sdpa(name, q, k, v, scale, mask is None, mask)
-    if n_queries == 1:
+        return sdpa(name, q, k, v, scale, mask is None, mask)
+    if n_queries == 1 and window is not None:
         # only the last keys, all of them seen
-        seen = slice(None) if window is None else slice(max(0, k.shape[1] - window), None)
-        k, v = k[:, seen], v[:, seen]
-        if name not in ("flash_attention_4", "torch_varlen"):
-            return _sdpa(name, q, k, v, scale, False, None)
-    if name == "flash_attention_4":
-        return _flash_attention_4(q, k, v, scale, call.window, call.is_deterministic)
-    if name == "torch_varlen":
-        cu_q, cu_k = (
-            torch.arange(0, (batch + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)
-        )
-        n_keys = k.shape[1]
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        out = _torch_varlen(q, k, v, scale, call.window, cu_q, cu_k, n_queries, n_keys)
-        return out.unflatten(0, (batch, n_queries))
-    return _causal_sdpa(name, q, k, v, scale, call.window)
+        first = max(0, k.shape[1] - window)
+        k, v = k[:, first:], v[:, first:]
+    return dense(name, q, k, v, scale, call.window, softcap, call.is_deterministic)
 
 
 def _seen(n_queries: int, n_keys: int, layout: SequenceLayout | None, window: int | None) -> Tensor:
@@ -383,16 +285,24 @@ def _plain(q, k, v, scale, layout, window, mask, core):
     return out.masked_fill(dead, 0.0).transpose(1, 2).reshape(shape)
 
 
-def attention_reference(q, k, v, scale, *, layout=None, window=None, mask=None, deterministic=False, backend=None):
+def attention_reference(
+    q, k, v, scale, *, layout=None, window=None, mask=None, softcap=None, deterministic=False, backend=None
+):  # fmt: skip
     def core(q, k, v, scale, mask):
-        return (q @ k.mT * scale + mask).softmax(-1) @ v
+        scores = q @ k.mT * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        return (scores + mask).softmax(-1) @ v
 
     return _plain(q, k, v, scale, layout, window, mask, core)
 
 
-def _eager(q, k, v, scale, *, layout=None, window=None, mask=None, deterministic=False, backend=None):
-    # what transformers' default attention runs for these masks
+def _eager(q, k, v, scale, *, layout=None, window=None, mask=None, softcap=None, deterministic=False, backend=None):
+    # what transformers' default attention runs for these masks; a softcap is for its matrix form alone
     def core(q, k, v, scale, mask):
+        if softcap is not None:
+            scores = softcap * torch.tanh(q @ k.mT * scale / softcap)
+            return (scores + mask).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
         if not q.numel():  # cuDNN, which torch may pick here, gives None for an empty batch
             return (q @ k.mT) @ v
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
@@ -427,6 +337,11 @@ def _make_padded(shape, dtype, device, generator):
     is_right = torch.arange(batch)[:, None] % 2 == 0
     is_real = torch.where(is_right, places < n_tokens - n_pads[:, None], places >= n_pads[:, None])
     return dict(inputs, layout=padded_layout(is_real.to(device)))
+
+
+def _capped(make):
+    # a bound that the scores reach
+    return lambda *arguments: dict(make(*arguments), softcap=2.0)
 
 
 def _strided(inputs):
@@ -493,6 +408,46 @@ PADDED_CASE = Case(
     reference=attention_reference,
     eager=_eager,
     make=_make_padded,
+    shapes=_PACKED_SHAPES,
+    gradients=("q", "k", "v"),
+    strided=_strided,
+)
+
+_CAPPED_SHAPES = {
+    "typical": (1, 40, 4, 2, 64, 0),
+    "window": (2, 24, 4, 2, 16, 5),
+    "wide-heads": (1, 17, 2, 1, 256, 9),
+    "odd": (1, 35, 3, 3, 24, 0),
+    # of a single token the true dq and dk are zero, and nothing is to be compared
+    "two-tokens": (1, 2, 2, 1, 64, 0),
+    "empty": (0, 8, 4, 2, 64, 0),
+}
+
+SOFTCAP_CASE = Case(
+    name="attention_softcap",
+    op=attention,
+    reference=attention_reference,
+    eager=_eager,
+    make=_capped(_make),
+    shapes=_CAPPED_SHAPES,
+    gradients=("q", "k", "v"),
+    strided=_strided,
+    # Gemma-2's layers, 9B and 27B, full and windowed
+    bench_shapes={
+        "B1-S4096-H16-K8-E256": (1, 4096, 16, 8, 256, 0),
+        "B1-S4096-H32-K16-E128-W1024": (1, 4096, 32, 16, 128, 1024),
+    },
+    ideal=_ideal,
+    ideal_backward=_ideal_backward,
+    builds=builds,
+)
+
+PACKED_SOFTCAP_CASE = Case(
+    name="attention_packed_softcap",
+    op=attention,
+    reference=attention_reference,
+    eager=_eager,
+    make=_capped(_make_packed),
     shapes=_PACKED_SHAPES,
     gradients=("q", "k", "v"),
     strided=_strided,
