@@ -11,7 +11,6 @@ from fastlm_kernels._attention_torch import torch_attention
 from fastlm_kernels._attention_triton import triton_attention_bwd, triton_attention_fwd
 from fastlm_kernels.attention import (
     attention,
-    attention_backend,
     attention_reference,
     layout_from_cu_seqlens,
     packed_layout,
@@ -286,8 +285,8 @@ def test_8k_tokens_on_the_gpu(case, backend):
         out = attention(*qkv, scale, backend=backend, **arguments)
         got = (out, *_gradients(out, qkv))
         peak_bytes = torch.cuda.max_memory_allocated() - before
-    # one [S, S] matrix of each head would be 8192 * 2 bytes for each of its queries; float32 sums of dq, dk and dv are less
-    assert peak_bytes <= 40 * sum(x.numel() for x in qkv)
+    # o, dq, dk, dv, the gradient of o, float32 sums of some of them; an [S, S] matrix of each head would be twice as much
+    assert peak_bytes <= 16 * sum(x.numel() for x in qkv) < 2 * n_heads * 8192**2
     exact = [x.detach().double().requires_grad_() for x in qkv]
     truth = torch_attention(*exact, scale, window, 5.0, lengths)
     truth = (truth, *_gradients(truth, exact))
@@ -305,7 +304,6 @@ def test_8k_tokens_on_the_gpu(case, backend):
 def _refused(qkv, scale, backend, arguments):
     try:
         with torch.no_grad():
-            attention(*(x[:, :0] for x in qkv), scale, backend=backend, **dict(arguments, layout=None))
             attention(*qkv, scale, backend=backend, **arguments)
     except ValueError as error:
         return str(error)
@@ -340,4 +338,3 @@ def test_the_same_bits_again_on_the_gpu():
         out = attention(*qkv, SCALE, window=500, softcap=5.0, deterministic=True, backend="triton")
         runs.append((out, *_gradients(out, qkv)))
     assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(runs[0], run, strict=True))
-    assert attention_backend(*qkv, window=500, softcap=5.0) in ("flash_attention_4", "triton", "torch")

@@ -6,9 +6,14 @@ the tiles that hold anything seen form one range, in whose middle all is seen an
 
 from __future__ import annotations
 
-from fastlm_kernels._launch import tl, triton
+import functools
+
+from fastlm_kernels._launch import HAS_TRITON, tl, triton
 
 # M queries of a tile, N keys of a tile, E head size
+_NUMBERS = ("n_queries", "n_keys", "n_sequences", "search_steps", "window")
+# the decorator of the kernels: lengths change with every batch, and none gets a compilation of its own
+kernel = functools.partial(triton.jit, do_not_specialize=_NUMBERS) if HAS_TRITON else triton.jit
 
 
 @triton.jit

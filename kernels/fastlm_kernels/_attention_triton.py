@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastlm_kernels._attention_tiles import dot, first_seen, load_tile, store_tile, tanh, tile_range
+from fastlm_kernels._attention_tiles import dot, first_seen, kernel, load_tile, store_tile, tanh, tile_range
 from fastlm_kernels._attention_triton_bwd import _attention_bwd_dkdv_kernel, _attention_bwd_dq_kernel
 from fastlm_kernels._case import Build, build
 from fastlm_kernels._launch import capability, next_power_of_2, tl, triton
@@ -30,7 +30,7 @@ from fastlm_kernels._launch import capability, next_power_of_2, tl, triton
 MIN_CAPABILITY = (8, 0)
 
 
-@triton.jit
+@kernel
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, cu_ptr, out_ptr, lse_ptr,
     stride_q_batch, stride_q_token, stride_q_head, stride_k_batch, stride_k_token, stride_k_head,
@@ -134,12 +134,12 @@ def _block_e(head_size: int) -> int:
     return max(16, next_power_of_2(head_size))
 
 
-def _tiles(kernel: str, cc: tuple[int, int] | None, head_size: int, dtype: torch.dtype) -> Tiles:
+def _tiles(name: str, cc: tuple[int, int] | None, head_size: int, dtype: torch.dtype) -> Tiles:
     """The tiles of a kernel, "fwd", "dq" or "dkdv". cc is None in the interpreter."""
     if cc is None:
         return _INTERPRETER_TILES
     chip = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}.get(cc[0], "mma")
-    tiles = _TILES["float32" if dtype is torch.float32 else chip][kernel]
+    tiles = _TILES["float32" if dtype is torch.float32 else chip][name]
     return tiles[max(0, _block_e(head_size).bit_length() - 7)]
 
 
@@ -291,11 +291,11 @@ def builds(cc: tuple[int, int], dtype: torch.dtype) -> list[Build]:
         return []
     found = []
     kernels = {"fwd": _attention_fwd_kernel, "dq": _attention_bwd_dq_kernel, "dkdv": _attention_bwd_dkdv_kernel}
-    for (name, kernel), head_size in itertools.product(kernels.items(), (64, 80, 128, 256)):
+    for (name, function), head_size in itertools.product(kernels.items(), (64, 80, 128, 256)):
         if head_size > largest_head_size(dtype):
             continue
         asks = head_size != 80
         tiles = _tiles(name, cc, head_size, dtype)
         constants = _constants(cc, dtype, tiles, head_size, 2, asks, asks, asks)
-        found.append(build(kernel, dtype, constants, tiles.num_warps, _TYPES))
+        found.append(build(function, dtype, constants, tiles.num_warps, _TYPES))
     return found

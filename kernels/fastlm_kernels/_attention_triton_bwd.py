@@ -12,18 +12,19 @@ from __future__ import annotations
 from fastlm_kernels._attention_tiles import (
     dot,
     first_seen,
+    kernel,
     load_tile,
     seen_before,
     store_tile,
     tanh,
     tile_range,
 )  # fmt: skip
-from fastlm_kernels._launch import tl, triton
+from fastlm_kernels._launch import tl
 
 # B batch, S queries of a row, H query heads, K key/value heads, E head size; M queries, N keys of a tile
 
 
-@triton.jit
+@kernel
 def _attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, cu_ptr, dq_ptr, delta_ptr,
     stride_q_batch, stride_q_token, stride_q_head, stride_k_batch, stride_k_token, stride_k_head,
@@ -81,7 +82,7 @@ def _attention_bwd_dq_kernel(
     store_tile(dq_ptr, row, n_queries, stride_dq_token, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_E)
 
 
-@triton.jit
+@kernel
 def _attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, cu_ptr, dk_ptr, dv_ptr,
     stride_q_batch, stride_q_token, stride_q_head, stride_k_batch, stride_k_token, stride_k_head,

@@ -38,8 +38,9 @@ __all__ = [
     "padded_layout",
 ]
 
-
 # B batch, S queries of a row, Skv keys of a row, H query heads, K key/value heads, E head size, Ev value head size
+
+
 def _check(
     q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None, window: int | None, mask: Tensor | None,
     softcap: float | None,
