@@ -12,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlm.block.heads import Heads, heads_bwd, heads_fwd, turns_in_place
+from fastlm.block.heads import heads_bwd, heads_fwd, turns_in_place
 from fastlm.block.mlp import act_fwd, mlp_bwd
 from fastlm.block.norms import Statistics, norm_bwd, norm_fwd
 from fastlm.block.spec import RECOMPUTE_ALL, Layer, MemoryPlan
-from fastlm_kernels._attention_record import AttentionRecord, attention_bwd, attention_recorded
+from fastlm_kernels._attention_record import attention_bwd, attention_recorded
+from fastlm_kernels.attention import attention
 from fastlm_kernels.lora import StackedLinear
 
 # B batch, S sequence, T = B*S tokens, D hidden size
@@ -69,26 +71,16 @@ def _keeps_low(plan: MemoryPlan) -> tuple[bool, bool, bool, bool]:
     return plan.qkv, plan.residual, plan.gate_up, plan.gate_up
 
 
-@dataclass
-class _Attended:
-    """The attention of a layer: what it read, what it gave, and how its gradient is taken."""
-
-    packed: Tensor
-    heads: Heads
-    out: Tensor
-    record: AttentionRecord
-    saved: Sequence[Tensor]
-
-
 def _flat(out: Tensor) -> Tensor:
     """[B, S, H, E] -> [T, H*E]; a copy only where the library's strides allow no view."""
     return out.reshape(out.shape[0] * out.shape[1], -1)
 
 
-def _attend(heads: Heads, layer: Layer) -> tuple[Tensor, AttentionRecord]:
+def _attention_options(layer: Layer) -> dict[str, Any]:
     spec = layer.spec
-    return attention_recorded(
-        heads.q, heads.k, heads.v, spec.scale, layout=layer.layout, window=spec.window, deterministic=layer.deterministic,
+    return dict(
+        scale=spec.scale, layout=layer.layout, window=spec.window, softcap=spec.softcap,
+        deterministic=layer.deterministic,
     )  # fmt: skip
 
 
@@ -155,12 +147,14 @@ class BlockFunction(torch.autograd.Function):
         if plan.qkv:
             kept["packed"] = packed
         del packed
-        out, record = _attend(heads, layer)
-        saved, record.saved = record.saved, []
+        record = None
         if plan.attention:
+            out, record = attention_recorded(heads.q, heads.k, heads.v, **_attention_options(layer))
             kept["out"] = out
-            kept |= {f"attention {i}": t for i, t in enumerate(saved)}
-        del heads, saved
+            kept |= {f"attention {i}": t for i, t in enumerate(record.take())}
+        else:
+            out = attention(heads.q, heads.k, heads.v, **_attention_options(layer))
+        del heads
         added = _add(rows, linears.out.forward(_flat(out)), layer, linears.gate_up)
         del out
         if plan.residual:
@@ -189,7 +183,7 @@ class BlockFunction(torch.autograd.Function):
         for i, (keeps, linear) in enumerate(zip(_keeps_low(plan), linears, strict=True)):
             if keeps:
                 kept |= {f"low {i} {j}": t for j, t in enumerate(linear.saved())}
-        ctx.layer, ctx.plan, ctx.record, ctx.names = layer, plan, record if plan.attention else None, tuple(kept)
+        ctx.layer, ctx.plan, ctx.record, ctx.names = layer, plan, record, tuple(kept)
         ctx.save_for_backward(x, cos, sin, *kept.values(), *tensors)
         return y.view(x.shape)
 
@@ -217,8 +211,8 @@ class BlockFunction(torch.autograd.Function):
             out, record = kept["out"], ctx.record
             saved = [kept[name] for name in ctx.names if name.startswith("attention ")]
         else:
-            out, record = _attend(heads, layer)
-            saved, record.saved = record.saved, []
+            out, record = attention_recorded(heads.q, heads.k, heads.v, **_attention_options(layer))
+            saved = record.take()
         if plan.residual:
             added = _Added(kept["h"], None, (), kept.get("added"), ())
             _norm_again(added, layer, linears.gate_up)

@@ -119,12 +119,16 @@ def attention_function(
             f"attention dropout {dropout} is not supported by attention implementation {ATTENTION!r}: set "
             "config.attention_dropout to 0 or load with attn_implementation='sdpa'"
         )
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        # as autocast does for torch's own attention: a rotation in float32 may have widened some of them
+        query, key, value = (t.to(torch.get_autocast_dtype(kind)) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     is_whole_row = attention_mask is None and k.shape[1] == q.shape[1]
     out = attention(
         q, k, v, scaling if scaling is not None else query.shape[-1] ** -0.5,
         layout=sequence_layout(kwargs) if is_whole_row else None,
-        window=sliding_window if attention_mask is None else None, mask=attention_mask,
+        window=sliding_window if attention_mask is None else None, mask=attention_mask, softcap=softcap,
     )  # fmt: skip
     return out, None
 

@@ -76,6 +76,9 @@ def make_facts(layer: nn.Module, family: Family) -> LayerFacts:
 
 def unfit(layer: nn.Module, family: Family) -> str | None:
     """Why a layer of a known family cannot run as a block, or None."""
+    for module, wanted in ((layer.self_attn, family.attention), (layer.mlp, family.mlp)):
+        if type(module).__name__ != wanted:
+            return f"a {type(module).__name__} stands in the place of its {wanted}"
     activation = activation_name(layer.self_attn.config, family)
     if activation is None:
         return f"activation {getattr(layer.self_attn.config, family.activation)!r} has no kernel"
@@ -106,8 +109,10 @@ def trains_own_weights(layer: nn.Module) -> bool:
 
 
 def _norm(module: nn.Module, x: Tensor, family: Family) -> Norm:
-    if adapters.has_hooks(module):
-        raise _Stock("a norm has hooks")
+    if type(module).__name__ != family.norm or adapters.has_hooks(module):
+        raise _Stock(
+            f"a norm is a {type(module).__name__}" if type(module).__name__ != family.norm else "a norm has hooks"
+        )
     weight, bias = module.weight, module.bias if isinstance(module, nn.LayerNorm) else None
     casts = family.norm_casts_before_weight and not family.has_layer_norm
     if weight.requires_grad or (bias is not None and bias.requires_grad):
@@ -135,6 +140,8 @@ def _describe(
 ) -> tuple[Layer, list[Tensor | None]]:
     """The layer at this call, and (bias, A, B) of each of its projections."""
     attn, mlp, family = self.self_attn, self.mlp, facts.family
+    if type(attn).__name__ != family.attention or type(mlp).__name__ != family.mlp:
+        raise _Stock(f"its halves are a {type(attn).__name__} and a {type(mlp).__name__}")
     if attn.config._attn_implementation != ATTENTION:
         raise _Stock(f"attention implementation {attn.config._attn_implementation!r} was asked for")
     if mask is not None:
@@ -161,8 +168,10 @@ def _describe(
     found = [_views(group, x) for group in modules]
     projections = [[view.projection for view in views] for views in found]
     groups = [make_group(p, v[0].lora_dtype) for p, v in zip(projections, found, strict=True)]
+    # without gradients nothing is kept, and inference mode has no graph to record one in
+    keeps = not recomputes and torch.is_grad_enabled()
     layer = Layer(
-        facts.spec, RECOMPUTE_ALL if recomputes else KEEP_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs),
+        facts.spec, KEEP_ALL if keeps else RECOMPUTE_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs),
         deterministic=False,
     )  # fmt: skip
     return layer, [tensor for p in projections for tensor in group_tensors(p)]
@@ -172,7 +181,7 @@ def _note_backend(patch: Patch, layer: Layer, x: Tensor) -> None:
     """Record the attention library that this call runs, for the report."""
     spec = layer.spec
     q, k = (x.new_empty((*x.shape[:2], n, spec.head_size)) for n in (spec.n_heads, spec.n_kv_heads))
-    patch.backend = attention_backend(q, k, k, layer.layout, spec.window)
+    patch.backend = attention_backend(q, k, k, layer.layout, spec.window, softcap=spec.softcap)
 
 
 def _tables(cos: Tensor, sin: Tensor, family: Family) -> tuple[Tensor, Tensor]:

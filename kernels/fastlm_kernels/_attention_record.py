@@ -43,12 +43,17 @@ class _View:
 
 @dataclass
 class AttentionRecord:
-    """A graph without tensors. `saved` are the library's own tensors, which the caller may take out and put back."""
+    """A graph without tensors, beside `saved`: the library's own tensors, until the caller takes them."""
 
     output: GradientEdge
     inputs: list[GradientEdge]
     slot: _Slot
     saved: list[Tensor] = field(default_factory=list)
+
+    def take(self) -> list[Tensor]:
+        """The library's tensors, which the caller keeps from now on."""
+        saved, self.saved = self.saved, []
+        return saved
 
 
 class _Mark(torch.autograd.Function):
@@ -109,7 +114,7 @@ def attention_bwd(
         dout: [B, S, H, Ev].
         record: of `attention_recorded`; may serve more than once.
         q, k, v: the forward's, or the same values made again in the same layout (also to each other, where they share memory).
-        saved: the forward's `record.saved`, likewise.
+        saved: what `record.take` gave, likewise.
     """
     record.slot.inputs, record.slot.others = (q, k, v), saved
     try:
