@@ -17,38 +17,131 @@ _COMMON = dict(
     num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.12, pad_token_id=3, bos_token_id=1,
     eos_token_id=2, tie_word_embeddings=False,
 )  # fmt: skip
-# name -> (model_type, what differs from _COMMON); every family of the table is here at least once
+_LLAMA_3_ROPE = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+_SLIDING_FULL = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+
+
+def _longrope(settings: dict) -> dict:
+    """Phi's long-context RoPE over half of each head, which rows of more than 16 tokens stretch by the long factors."""
+    pairs = settings["hidden_size"] // settings["num_attention_heads"] // 4
+    return dict(
+        rope_type="longrope", rope_theta=10000.0, partial_rotary_factor=0.5,
+        short_factor=[1.0 + 0.1 * i for i in range(pairs)], long_factor=[2.0 + 0.5 * i for i in range(pairs)],
+    )  # fmt: skip
+
+
+def _head_size(settings: dict) -> int:
+    return settings["hidden_size"] // settings["num_attention_heads"]
+
+
+# name -> (model_type, what differs from _COMMON; a function is called with the other settings); every family of the table is here
+# at least once, with what its checkpoints switch on, windows shorter than the tests' rows and caps that bend
 MODELS: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
     "llama-biases": ("llama", dict(attention_bias=True, mlp_bias=True)),
     "llama-tied-mha": ("llama", dict(tie_word_embeddings=True, num_key_value_heads=4)),
-    "llama3-rope": (
-        "llama",
-        dict(rope_parameters=dict(
-            rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-            original_max_position_embeddings=32,
-        )),
-    ),
+    "llama3-rope": ("llama", dict(rope_parameters=_LLAMA_3_ROPE)),
     "mistral": ("mistral", dict(sliding_window=None)),
     "mistral-window": ("mistral", dict(sliding_window=6)),
+    "ministral": ("ministral", dict(_SLIDING_FULL, head_dim=32)),
     "qwen2": ("qwen2", {}),
     "qwen2-windowed-layer": (
         "qwen2",
         dict(use_sliding_window=True, sliding_window=6, layer_types=["full_attention", "sliding_attention"]),
     ),
     "qwen3": ("qwen3", dict(head_dim=32)),
+    "smollm3": ("smollm3", dict(_SLIDING_FULL, use_sliding_window=True, no_rope_layers=[0, 1], tie_word_embeddings=True)),
+    "gemma": ("gemma", dict(head_dim=32, tie_word_embeddings=True)),
+    "gemma2": (
+        "gemma2",
+        dict(
+            _SLIDING_FULL, head_dim=32, query_pre_attn_scalar=24, attn_logit_softcapping=1.5, final_logit_softcapping=2.0,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "gemma3": (
+        "gemma3_text",
+        dict(_SLIDING_FULL, head_dim=32, query_pre_attn_scalar=24, final_logit_softcapping=2.0, tie_word_embeddings=True),
+    ),
+    "vaultgemma": (
+        "vaultgemma",
+        dict(
+            _SLIDING_FULL, head_dim=32, query_pre_attn_scalar=24, attn_logit_softcapping=1.5, final_logit_softcapping=2.0,
+        ),
+    ),
+    "phi": ("phi", dict(partial_rotary_factor=0.5)),
+    "phi3": ("phi3", dict(sliding_window=6, partial_rotary_factor=0.5)),
+    "phi3-longrope": ("phi3", dict(rope_parameters=_longrope, original_max_position_embeddings=16)),
+    "granite": (
+        "granite",
+        dict(
+            attention_bias=True, mlp_bias=True, embedding_multiplier=3.0, attention_multiplier=0.2,
+            residual_multiplier=0.6, logits_scaling=1.7,
+        ),
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        dict(
+            _SLIDING_FULL, attention_bias=True,
+            rope_parameters=dict(
+                sliding_attention=dict(rope_type="default", rope_theta=10000.0),
+                full_attention=dict(
+                    rope_type="yarn", rope_theta=500000.0, factor=4.0, original_max_position_embeddings=64
+                ),
+            ),
+        ),
+    ),
+    "glm": ("glm", dict(head_dim=32, partial_rotary_factor=0.5)),
+    "glm4": ("glm4", dict(head_dim=32, partial_rotary_factor=0.25)),
+    "cohere": ("cohere", dict(logit_scale=0.4, tie_word_embeddings=True)),
+    "cohere-qk-norm": ("cohere", dict(use_qk_norm=True, logit_scale=1.5, attention_bias=True)),
+    "cohere2": ("cohere2", dict(_SLIDING_FULL, logit_scale=0.4, tie_word_embeddings=True)),
+    "cwm": ("cwm", dict(_SLIDING_FULL, head_dim=32, rope_parameters=_LLAMA_3_ROPE)),
+    "starcoder2": ("starcoder2", dict(sliding_window=6, tie_word_embeddings=True)),
+    "stablelm": ("stablelm", dict(use_qkv_bias=True, partial_rotary_factor=0.25)),
+    "stablelm-parallel": ("stablelm", dict(use_parallel_residual=True, partial_rotary_factor=0.25)),
+    "ernie4_5": ("ernie4_5", dict(head_dim=32, use_bias=True, tie_word_embeddings=True)),
+    "hunyuan": ("hunyuan_v1_dense", dict(head_dim=32)),
+    "exaone4": ("exaone4", dict(_SLIDING_FULL, head_dim=32)),
+    "exaone4-full": ("exaone4", dict(sliding_window=None, layer_types=["full_attention"] * 2, tie_word_embeddings=True)),
+    "seed_oss": (
+        "seed_oss",
+        dict(head_dim=32, attention_out_bias=True, mlp_bias=True, attention_dropout=0.0, residual_dropout=0.0),
+    ),
+    "helium": ("helium", dict(head_dim=_head_size, attention_bias=True)),
+    "arcee": ("arcee", dict(mlp_bias=True)),
+    "jais2": ("jais2", {}),
+    "nemotron": ("nemotron", dict(partial_rotary_factor=0.5)),
 }  # fmt: skip
 assert {model_type for model_type, _ in MODELS.values()} == set(FAMILIES)
 # families without a row: they keep their stock forwards and only their adapters run fast
 OTHERS: dict[str, tuple[str, dict]] = {
-    "gemma2": ("gemma2", dict(head_dim=32, query_pre_attn_scalar=24, sliding_window=8, tie_word_embeddings=True)),
-    "phi3": ("phi3", dict(sliding_window=None)),
+    # norms without weights
+    "olmo": ("olmo", {}),
+    # queries scaled by their positions
+    "ministral3": ("ministral3", dict(sliding_window=None)),
 }
 
 
 def config(name: str, **over) -> transformers.PretrainedConfig:
     model_type, extra = {**MODELS, **OTHERS}[name]
-    return transformers.AutoConfig.for_model(model_type, **{**_COMMON, **extra, **over})
+    settings = {**_COMMON, **extra, **over}
+    settings = {key: value(settings) if callable(value) else value for key, value in settings.items()}
+    return transformers.AutoConfig.for_model(model_type, **settings)
+
+
+def targets(name: str) -> list[str]:
+    """Names of the projections in the layers of a model of this name here."""
+    return _projections({**MODELS, **OTHERS}[name][0])
+
+
+def _projections(model_type: str) -> list[str]:
+    family = FAMILIES.get(model_type)
+    return LINEAR if family is None else [*family.qkv, family.out, *family.gate_up, family.down]
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, attention: str = "eager", seed: int = 0, **over):
@@ -59,8 +152,8 @@ def model(name: str, dtype: torch.dtype = torch.float32, attention: str = "eager
     )
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim == 1:
+        for parameter_name, parameter in made.named_parameters():
+            if parameter.ndim == 1 or "norm" in parameter_name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return made.to(dtype).eval()
 
@@ -68,7 +161,8 @@ def model(name: str, dtype: torch.dtype = torch.float32, attention: str = "eager
 def with_lora(made, targets=None, seed: int = 0, dtype: torch.dtype | None = None, **settings):
     """The model in plain PEFT, with an adapter that does something; its weights depend on their names alone."""
     settings = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.0, **settings}
-    wrapped = get_peft_model(made, LoraConfig(target_modules=targets or LINEAR, task_type="CAUSAL_LM", **settings))
+    targets = targets or _projections(made.config.model_type)
+    wrapped = get_peft_model(made, LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
         for i, (name, parameter) in enumerate(sorted(wrapped.named_parameters())):
             if "lora_" in name:
