@@ -80,7 +80,9 @@ def find_family(base: PreTrainedModel) -> Family | str:
 def _attention_reason(base: PreTrainedModel, keep_attention: bool) -> str | None:
     """Why the attention of a known family stays stock, or None."""
     implementation = base.config._attn_implementation
-    if keep_attention or implementation not in ("sdpa", backbone.ATTENTION):
+    # what transformers takes where nobody asks: since 5.24, models with softcaps refuse SDPA
+    default = "sdpa" if base._supports_sdpa else "eager"
+    if keep_attention or implementation not in (default, backbone.ATTENTION):
         return f"attention implementation {implementation!r} was asked for"
     # not every family's config has it
     dropout = base.config.to_dict().get("attention_dropout")

@@ -145,10 +145,13 @@ def _projections(model_type: str) -> list[str]:
 
 
 def model(name: str, dtype: torch.dtype = torch.float32, attention: str = "eager", seed: int = 0, **over):
-    """A stock model with every norm, bias and weight away from its initial value."""
+    """A stock model with every norm, bias and weight away from its initial value.
+
+    attention: "sdpa" stands for what transformers takes by itself, which is not SDPA for every family in every release.
+    """
     torch.manual_seed(seed)
     made = transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(config(name, **over)), attn_implementation=attention
+        copy.deepcopy(config(name, **over)), attn_implementation=None if attention == "sdpa" else attention
     )
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
