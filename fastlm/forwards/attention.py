@@ -73,7 +73,7 @@ def forward(
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     # a mask holds causality, window and padding already; without one, whole rows have a layout or are plain
     is_whole_row = attention_mask is None and k.shape[1] == length
-    layout = sequence_layout(kwargs) if is_whole_row else None
+    layout = sequence_layout(kwargs, q) if is_whole_row else None
     window = window_of(self, family) if attention_mask is None else None
     patch.backend = attention_backend(q, k, v, layout, window, attention_mask)
     out = attention(q, k, v, self.scaling, layout=layout, window=window, mask=attention_mask)

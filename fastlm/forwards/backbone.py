@@ -33,17 +33,18 @@ NEEDS_INPUT_GRADIENT = "needs_input_gradient"
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-def sequence_layout(kwargs: dict[str, Any]) -> SequenceLayout | None:
-    """The layout for one attention call: given by the backbone, or by a collator as cumulative lengths."""
+def sequence_layout(kwargs: dict[str, Any], tokens: Tensor) -> SequenceLayout | None:
+    """The layout for tokens [B, S, …]: given by the backbone, or by a collator as cumulative lengths."""
     layout = kwargs.get(_LAYOUT)
     if layout is None and kwargs.get("cu_seq_lens_q") is not None:
-        layout = layout_from_cu_seqlens(kwargs["cu_seq_lens_q"], kwargs["max_length_q"])
+        n_tokens = tokens.shape[0] * tokens.shape[1]
+        layout = layout_from_cu_seqlens(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], n_tokens)
     return layout
 
 
 def mask_of_layout(kwargs: dict[str, Any], hidden_states: Tensor, window: int | None) -> Tensor | None:
     """The mask [B, 1, S, S] (bool, true: sees) that says what the layout of this call does; without one, the call's own."""
-    layout = sequence_layout(kwargs)
+    layout = sequence_layout(kwargs, hidden_states)
     if layout is None:
         return kwargs.get("attention_mask")
     batch, length, _ = hidden_states.shape
@@ -127,7 +128,7 @@ def attention_function(
     is_whole_row = attention_mask is None and k.shape[1] == q.shape[1]
     out = attention(
         q, k, v, scaling if scaling is not None else query.shape[-1] ** -0.5,
-        layout=sequence_layout(kwargs) if is_whole_row else None,
+        layout=sequence_layout(kwargs, q) if is_whole_row else None,
         window=sliding_window if attention_mask is None else None, mask=attention_mask, softcap=softcap,
     )  # fmt: skip
     return out, None
@@ -151,13 +152,6 @@ def _packed(positions: Tensor, caches: bool) -> SequenceLayout | None:
     return packed_layout(positions)
 
 
-def _has_holes(attention_mask: Tensor) -> bool:
-    """Whether padding lies between the tokens of a row; attention_mask [B, S]."""
-    is_real = attention_mask.bool()
-    starts = (is_real[:, 1:] & ~is_real[:, :-1]).sum(1) + is_real[:, 0]
-    return bool((starts > 1).any())
-
-
 def forward(
     self: nn.Module,
     input_ids: torch.Tensor | None = None,
@@ -173,12 +167,12 @@ def forward(
     if self.config._attn_implementation == ATTENTION and rows is not None and kwargs.get(_LAYOUT) is None:
         layout = None
         if kwargs.get("cu_seq_lens_q") is not None:
-            layout = sequence_layout(kwargs)
+            layout = sequence_layout(kwargs, rows)
         elif isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 and attention_mask.shape == rows.shape[:2]:
             layout = padded_layout(attention_mask)
             if layout is None:
                 attention_mask = None
-            elif patch_of(self).facts.window != "none" and _has_holes(attention_mask):
+            elif patch_of(self).facts.window != "none" and layout.has_holes:
                 # a window counts the tokens that a hole hides, and the layout leaves them out
                 layout = None
             else:
@@ -190,6 +184,9 @@ def forward(
             use_cache = use_cache if layout is None else False
         if layout is not None:
             kwargs[_LAYOUT] = layout
+        if attention_mask is None and past_key_values is None:
+            # a mask that hides nothing: without any, transformers looks for packed rows itself, and waits for the device
+            attention_mask = torch.ones((), dtype=torch.bool, device=rows.device).expand(rows.shape[0], 1, rows.shape[1])
         embeds = self.get_input_embeddings().parameters() if inputs_embeds is None else [inputs_embeds]
         kwargs[NEEDS_INPUT_GRADIENT] = any(t.requires_grad for t in embeds)
     return stock(

@@ -171,7 +171,7 @@ def _describe(
     # without gradients nothing is kept, and inference mode has no graph to record one in
     keeps = not recomputes and torch.is_grad_enabled()
     layer = Layer(
-        facts.spec, KEEP_ALL if keeps else RECOMPUTE_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs),
+        facts.spec, KEEP_ALL if keeps else RECOMPUTE_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs, x),
         deterministic=False,
     )  # fmt: skip
     return layer, [tensor for p in projections for tensor in group_tensors(p)]

@@ -21,51 +21,69 @@ class SequenceLayout:
         max_seqlen: length of the longest sequence.
         indices: [tokens] int64, the positions of the tokens in the flattened [B * S], in order, where only some of them
             are real (padded batches); None where the sequences fill the rows in order (packed batches).
-        lengths: the n lengths on the host. Read from `cu_seqlens` if not given, which waits for the device once.
+        lengths: the n lengths on the host. Read from `cu_seqlens` when somebody asks, which waits for the device, unless given.
+        n_tokens: their sum. Taken from the lengths if not given.
+        has_holes: padding lies between the tokens of a row.
 
     Raises:
-        ValueError: if the four contradict each other.
+        ValueError: if they contradict each other. What lies on a GPU is not looked at.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
     indices: Tensor | None = None
     lengths: tuple[int, ...] | None = None
+    n_tokens: int | None = None
+    has_holes: bool = False
 
     def __post_init__(self) -> None:
         cu = self.cu_seqlens
         if cu.ndim != 1 or not len(cu) or cu.dtype is not torch.int32:
             raise ValueError(f"cu_seqlens must be int32 [n + 1], got {cu.dtype} {tuple(cu.shape)}")
-        if self.lengths is None:
-            bounds = cu.tolist()
-            if bounds[0] != 0:
-                raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")
-            lengths = tuple(end - start for start, end in itertools.pairwise(bounds))
-            object.__setattr__(self, "lengths", lengths)
-        if len(self.sequence_lengths) != len(cu) - 1 or min(self.sequence_lengths, default=0) < 0:
-            raise ValueError(f"cu_seqlens [{len(cu)}] must never fall, got lengths {self.sequence_lengths[:16]}")
-        longest = max(self.sequence_lengths, default=0)
-        if self.max_seqlen < longest:
-            raise ValueError(f"max_seqlen must be at least the longest sequence, {longest}, got {self.max_seqlen}")
+        if self.lengths is None and not cu.is_cuda:
+            object.__setattr__(self, "lengths", self._read())
+        if self.lengths is not None:
+            self._check_lengths()
         if self.indices is not None and (self.indices.shape != (self.tokens,) or self.indices.dtype is not torch.int64):
             raise ValueError(
                 f"indices must be int64 [{self.tokens}], one a token of cu_seqlens, "
                 f"got {self.indices.dtype} {tuple(self.indices.shape)}"
             )
 
+    def _read(self) -> tuple[int, ...]:
+        bounds = self.cu_seqlens.tolist()
+        if bounds[0] != 0:
+            raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")
+        return tuple(end - start for start, end in itertools.pairwise(bounds))
+
+    def _check_lengths(self) -> None:
+        lengths = self.sequence_lengths
+        if len(lengths) != len(self.cu_seqlens) - 1 or min(lengths, default=0) < 0:
+            raise ValueError(f"cu_seqlens [{len(self.cu_seqlens)}] must never fall, got lengths {lengths[:16]}")
+        longest = max(lengths, default=0)
+        if self.max_seqlen < longest:
+            raise ValueError(f"max_seqlen must be at least the longest sequence, {longest}, got {self.max_seqlen}")
+        if self.n_tokens is not None and self.n_tokens != sum(lengths):
+            raise ValueError(f"n_tokens must be the sum of the lengths, {sum(lengths)}, got {self.n_tokens}")
+
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
-        assert self.lengths is not None  # set at construction
+        if self.lengths is None:
+            object.__setattr__(self, "lengths", self._read())
+            self._check_lengths()
+        assert self.lengths is not None
         return self.lengths
 
     @property
     def tokens(self) -> int:
-        return sum(self.sequence_lengths)
+        return sum(self.sequence_lengths) if self.n_tokens is None else self.n_tokens
 
 
-def _layout(lengths: list[int], device: torch.device, indices: Tensor | None = None) -> SequenceLayout:
+def _layout(
+    lengths: list[int], device: torch.device, indices: Tensor | None = None, has_holes: bool = False
+) -> SequenceLayout:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device, non_blocking=True)
-    return SequenceLayout(cu_seqlens, max(lengths, default=0), indices, tuple(lengths))
+    return SequenceLayout(cu_seqlens, max(lengths, default=0), indices, tuple(lengths), sum(lengths), has_holes)
 
 
 def packed_layout(position_ids: Tensor) -> SequenceLayout | None:
@@ -113,22 +131,31 @@ def padded_layout(attention_mask: Tensor) -> SequenceLayout | None:
         return None
     lengths = [length for length in is_real.sum(1).tolist() if length]
     indices = is_real.flatten().nonzero().squeeze(1).to(attention_mask.device, non_blocking=True)
-    return _layout(lengths, attention_mask.device, indices)
+    runs = (is_real[:, 1:] & ~is_real[:, :-1]).sum(1) + is_real[:, :1].sum(1)
+    return _layout(lengths, attention_mask.device, indices, has_holes=bool((runs > 1).any()))
 
 
-def layout_from_cu_seqlens(cu_seqlens: Tensor, max_seqlen: int | None = None) -> SequenceLayout:
+def layout_from_cu_seqlens(
+    cu_seqlens: Tensor, max_seqlen: int | None = None, n_tokens: int | None = None
+) -> SequenceLayout:
     """The layout of a packed batch, from the cumulative lengths that a collator made.
 
     Args:
-        cu_seqlens: [n + 1], any integer dtype. The device is waited for once, to check the lengths.
+        cu_seqlens: [n + 1], any integer dtype. On a GPU it is neither checked nor waited for if the other two are given.
         max_seqlen: length of the longest sequence; None to take it from `cu_seqlens`.
+        n_tokens: how many tokens there are; None to take it from `cu_seqlens`.
 
     Raises:
         ValueError: as `SequenceLayout`.
     """
-    bounds = cu_seqlens.cpu()
-    if bounds.ndim != 1 or not len(bounds) or bounds[0] != 0:
+    cu = cu_seqlens.to(torch.int32)
+    if cu.ndim != 1 or not len(cu):
+        raise ValueError(f"cu_seqlens must be [n + 1], got {tuple(cu.shape)}")
+    if cu.is_cuda and max_seqlen is not None and n_tokens is not None:
+        return SequenceLayout(cu, int(max_seqlen), n_tokens=n_tokens)
+    bounds = cu.cpu()
+    if bounds[0] != 0:
         raise ValueError(f"cu_seqlens must be [n + 1] and start at 0, got {bounds.tolist()}")
     lengths = tuple(torch.diff(bounds).tolist())
     longest = max(lengths, default=0)
-    return SequenceLayout(cu_seqlens.to(torch.int32), longest if max_seqlen is None else int(max_seqlen), None, lengths)
+    return SequenceLayout(cu, longest if max_seqlen is None else int(max_seqlen), None, lengths, n_tokens)
