@@ -16,6 +16,7 @@ from fastlm import adapters
 from fastlm.families import Family
 from fastlm.forwards.backbone import CACHE
 from fastlm.patching import Fallback, patch_of
+from fastlm_kernels._labelled import LabelledRows
 from fastlm_kernels.cross_entropy import cross_entropy
 from fastlm_kernels.linear_cross_entropy import TokenStats, linear_cross_entropy, linear_log_probs
 
@@ -170,17 +171,23 @@ def forward(
     kwargs.pop("ignore_index", None)
     if self.training or token_output is not None:
         backbone_inputs["use_cache"] = bool(use_cache) and token_output is None
+    # before the layers, so that nobody waits for the number of labels behind them
+    targets = _targets(labels, shift_labels, (input_ids if input_ids is not None else inputs_embeds).device)
+    labelled: LabelledRows | None = LabelledRows(targets.reshape(-1).long(), IGNORE_INDEX)
     outputs = self.base_model(**backbone_inputs, **kwargs)
     hidden = outputs.last_hidden_state
-    targets = _targets(labels, shift_labels, hidden.device)
+    if targets.device != hidden.device:
+        # the layers lie on several devices
+        targets, labelled = targets.to(hidden.device), None
     read = _head(self, hidden)
     shape = LogitShape.of(self.config, patch.facts)
     if token_output is not None:
         if isinstance(read, str):
             raise RuntimeError(f"per-token statistics were asked for, but {read}")
         stats = linear_log_probs(
-            read[0], read[1], targets, bias=read[2], with_entropy=True, with_top1=True, **shape.loss_settings
-        )
+            read[0], read[1], targets, bias=read[2], with_entropy=True, with_top1=True, labelled=labelled,
+            **shape.loss_settings,
+        )  # fmt: skip
         loss = -stats.log_probs.sum() / _denominator(targets, num_items_in_batch)
         # the trainer's fields have no place for the last position, whose label is nobody's unless it was given shifted
         kept = slice(None) if shift_labels is not None else slice(0, -1)
@@ -188,7 +195,9 @@ def forward(
         return token_output(loss=loss, statistics=fields, label_mask=targets[:, kept] != IGNORE_INDEX)
     logits: Any
     if self.training and not isinstance(read, str):
-        loss = linear_cross_entropy(read[0], read[1], targets, bias=read[2], reduction="sum", **shape.loss_settings)
+        loss = linear_cross_entropy(
+            read[0], read[1], targets, bias=read[2], reduction="sum", labelled=labelled, **shape.loss_settings
+        )
         logits = DeferredLogits(self.lm_head, hidden, shape)
     else:
         if isinstance(read, str):

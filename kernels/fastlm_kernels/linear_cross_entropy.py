@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastlm_kernels._case import Case, randn
+from fastlm_kernels._labelled import LabelledRows
 from fastlm_kernels._loss_rule import LossRule, RowStats, check_labels
 from fastlm_kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_reference
 
@@ -149,12 +150,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, is_first: bool) -> 
             total[block].addmm_(left[block].float(), right_32, beta=beta)
 
 
-def _labelled_rows(labels: Tensor, ignore_index: int) -> Tensor | None:
-    """Positions of the labels that count, or None if all do. The only host read of a device in this file."""
-    index = (labels != ignore_index).nonzero()[:, 0]
-    return None if index.shape[0] == labels.shape[0] else index
-
-
 def _spread(values: Tensor, index: Tensor | None, n_tokens: int) -> Tensor:
     """[N, ...] back to [T, ...], zeros elsewhere."""
     if index is None:
@@ -172,11 +167,11 @@ def _scaled(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, rule: LossRule, wanted: _Wanted):  # type: ignore[override]
+    def forward(ctx, hidden, weight, bias, labelled: LabelledRows, rule: LossRule, wanted: _Wanted):  # type: ignore[override]
         n_tokens = hidden.shape[0]
         needs = tuple(need and wanted.is_grad_enabled for need in ctx.needs_input_grad[:3])
         waits = any(needs) and (not _has_float32_products(hidden) or (any(needs[1:]) and wanted.reduction == "none"))
-        index = _labelled_rows(labels, rule.ignore_index)
+        index, labels = labelled.index(), labelled.labels
         kept_labels = labels if index is None else labels.index_select(0, index)
         chunks = _Chunks(hidden, weight, bias, index, sums_dweight=needs[1])
         gradients = _Gradients(chunks, (False, False, False) if waits else needs)
@@ -249,7 +244,10 @@ def _finished(ctx, dhidden, dweight, dbias, scale, index):
     return dhidden, dweight, dbias
 
 
-def _apply(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, rule: LossRule, wanted: _Wanted):
+def _apply(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, rule: LossRule, wanted: _Wanted,
+    labelled: LabelledRows | None,
+):  # fmt: skip
     check_labels(labels, hidden, "hidden")
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[0]:
         raise ValueError(
@@ -259,7 +257,9 @@ def _apply(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}] as weight has rows, got {tuple(bias.shape)}")
     rows = hidden.reshape(-1, hidden.shape[-1])
-    return LinearCrossEntropyFunction.apply(rows, weight, bias, labels.reshape(-1).long(), rule, wanted)
+    if labelled is None:
+        labelled = LabelledRows(labels.reshape(-1).long(), rule.ignore_index)
+    return LinearCrossEntropyFunction.apply(rows, weight, bias, labelled, rule, wanted)
 
 
 def linear_cross_entropy(
@@ -273,6 +273,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    labelled: LabelledRows | None = None,
 ) -> Tensor:
     """Cross-entropy of a linear head, from its input.
 
@@ -290,6 +291,7 @@ def linear_cross_entropy(
         logit_scale, softcap: z = softcap * tanh(logit_scale * x / softcap).
         label_smoothing, z_loss: as in `cross_entropy`.
         reduction: "mean" over the labels that count, "sum", or "none" for [...] with 0 on ignored rows.
+        labelled: made of the flattened labels before hidden was computed, so that their number is known by now.
 
     Returns:
         float32, a scalar or [...]. Where no label counts it is 0 (a mean, too) and has gradient 0.
@@ -303,7 +305,7 @@ def linear_cross_entropy(
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     rule = LossRule(ignore_index, logit_scale, softcap, 1.0, label_smoothing, z_loss)
-    loss, _, _ = _apply(hidden, weight, labels, bias, rule, _Wanted(reduction, torch.is_grad_enabled()))
+    loss, _, _ = _apply(hidden, weight, labels, bias, rule, _Wanted(reduction, torch.is_grad_enabled()), labelled)
     return loss.view(labels.shape) if reduction == "none" else loss
 
 
@@ -318,6 +320,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_top1: bool = False,
+    labelled: LabelledRows | None = None,
 ) -> TokenStats:
     """Log-probability of every label under a linear head, with entropy and top-1 on request.
 
@@ -328,6 +331,7 @@ def linear_log_probs(
         temperature: divisor of the capped logits.
         with_entropy: also the entropy of softmax(z).
         with_top1: also whether the label is the most likely token (of equal ones, the first).
+        labelled: as in `linear_cross_entropy`.
 
     Returns:
         log_probs: [...] float32, differentiable in hidden, weight and bias.
@@ -339,7 +343,7 @@ def linear_log_probs(
     """
     rule = LossRule(ignore_index, logit_scale, softcap, temperature)
     wanted = _Wanted("none", torch.is_grad_enabled(), with_entropy, with_top1)
-    loss, entropy, is_top1 = _apply(hidden, weight, labels, bias, rule, wanted)
+    loss, entropy, is_top1 = _apply(hidden, weight, labels, bias, rule, wanted, labelled)
     return TokenStats(
         log_probs=0.0 - loss.view(labels.shape),
         entropy=None if entropy is None else entropy.view(labels.shape),
