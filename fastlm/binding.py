@@ -39,6 +39,7 @@ class ModelState:
         told_of_cut: it was logged that rows end where a trainer's default length cuts them.
         is_full: the model was loaded for full fine-tuning.
         keep_attention: the user chose the attention implementation.
+        deterministic: gradients are equal to the bit between runs.
     """
 
     family: Family | None
@@ -54,6 +55,7 @@ class ModelState:
     told_of_cut: bool = False
     is_full: bool = False
     keep_attention: bool = False
+    deterministic: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a model that comes out of a pickle names our attention, which this process may not have met yet
@@ -99,7 +101,8 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
     if not family.has_layer_norm:
         parts[family.norm] = ("norm", norm.forward, family, None)
     if attention.fits(family):
-        parts[family.attention] = ("attention", attention.forward, family, attention_reason)
+        facts = attention.AttentionFacts(family, state.deterministic)
+        parts[family.attention] = ("attention", attention.forward, facts, attention_reason)
     if mlp.fits(family):
         activation = mlp.activation_name(base.config, family)
         reason = None if activation else f"activation {getattr(base.config, family.activation)!r} has no kernel"
@@ -124,7 +127,7 @@ def _bind_layers(base: PreTrainedModel, family: Family, state: ModelState, atten
             continue
         reason = attention_reason or layer.unfit(module, family) or quant.unreadable(module)
         if reason is None:
-            facts = layer.make_facts(module, family)
+            facts = layer.make_facts(module, family, state.deterministic)
             reason = bind(module, "block", layer.forward, facts, state.strict)
         if reason is not None:
             state.reasons[name] = reason
@@ -168,13 +171,20 @@ def _bind_lora_layers(base: PreTrainedModel, state: ModelState) -> None:
                 state.reasons[name] = reason
 
 
-def patch(model: nn.Module, strict: bool = False, keep_attention: bool = False) -> None:
+def patch(
+    model: nn.Module,
+    strict: bool | None = None,
+    keep_attention: bool | None = None,
+    deterministic: bool | None = None,
+) -> None:
     """Bind all fast parts that fit this model. Patching again takes in adapters that were added since.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
         strict: raise instead of leaving a layer stock, now or at call time.
         keep_attention: the user chose the attention implementation.
+        deterministic: gradients are equal to the bit between runs.
+            None for one of these leaves it as it was, False at first.
 
     Raises:
         TypeError: if it is not a causal language model of transformers.
@@ -191,11 +201,14 @@ def patch(model: nn.Module, strict: bool = False, keep_attention: bool = False) 
         state = ModelState(family=family if isinstance(family, Family) else None)
         base.__dict__[_KEY] = state
         base.__dict__["_set_gradient_checkpointing"] = types.MethodType(_set_gradient_checkpointing, base)
-    state.strict, state.keep_attention, state.reasons = strict, keep_attention, {}
+    state.reasons = {}
+    state.strict = state.strict if strict is None else strict
+    state.keep_attention = state.keep_attention if keep_attention is None else keep_attention
+    state.deterministic = state.deterministic if deterministic is None else deterministic
     if isinstance(family, str):
         state.reasons[""] = family
     else:
-        reason = _attention_reason(base, keep_attention)
+        reason = _attention_reason(base, state.keep_attention)
         if reason is None and base.config._attn_implementation != backbone.ATTENTION:
             backbone.register()
             state.stock_config = loading.own_config(model, base)
@@ -205,7 +218,7 @@ def patch(model: nn.Module, strict: bool = False, keep_attention: bool = False) 
         _bind_layers(base, family, state, reason)
         _forget_inner_reasons(base, state)
     _bind_lora_layers(base, state)
-    if strict:
+    if state.strict:
         stock = next(iter(state.reasons.items()), None)
         if stock is not None:
             revert(model)

@@ -17,7 +17,6 @@ MODES = ("4bit", "8bit", "16bit", "full")
 # What scripts written for other libraries pass: argument -> values that ask for nothing. Any other value is an error.
 NOT_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "auto_model": (None,),
-    "deterministic": (None, False),
     "device_map_planner_kwargs": (None,),
     "fast_inference": (False, None),
     "fix_tokenizer": (True, False, None),

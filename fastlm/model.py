@@ -36,12 +36,14 @@ logger = logging.getLogger(__name__)
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def patch_model(model: nn.Module, strict: bool = False) -> nn.Module:
+def patch_model(model: nn.Module, strict: bool = False, deterministic: bool = False) -> nn.Module:
     """Put the fast paths on a loaded model. Only this instance changes; `revert` takes them off again.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
         strict: raise instead of leaving any layer stock, now or at call time.
+        deterministic: gradients are equal to the bit between runs, and between what is kept and what is made again. The
+            attention takes a library and an order of sums that are; the other kernels always do.
 
     Returns:
         The same model.
@@ -50,7 +52,8 @@ def patch_model(model: nn.Module, strict: bool = False) -> nn.Module:
         TypeError: if it is not a causal language model of transformers.
         RuntimeError: with `strict`, naming what would stay stock.
     """
-    binding.patch(model, strict=strict)
+    check_flags(strict=strict, deterministic=deterministic)
+    binding.patch(model, strict=strict, deterministic=deterministic)
     trainers.serve_head(model)
     _bind_methods(model)
     return model
@@ -104,6 +107,7 @@ class FastLanguageModel:
         random_state: int = 3407,
         use_gradient_checkpointing: bool | str = "auto",
         strict: bool = False,
+        deterministic: bool = False,
         lora_r: int | None = None,
         lora_alpha: int | float | None = None,
         use_safetensors: bool = True,
@@ -126,6 +130,7 @@ class FastLanguageModel:
             random_state: seed for what is drawn after this call.
             use_gradient_checkpointing: "auto" does as the trainer says; True recomputes layers in the backward; False never does.
             strict: raise instead of leaving any layer stock, now or at call time.
+            deterministic: gradients are equal to the bit between runs, as `patch_model`.
             lora_r, lora_alpha: shorthand for a `get_peft_model` call with the defaults and this rank and alpha.
             use_safetensors: False allows pickled weights, which can run code when they are loaded.
 
@@ -158,7 +163,7 @@ class FastLanguageModel:
             cache_dir=cache_dir,
         )
         checkpointing = parse_checkpointing(use_gradient_checkpointing)
-        check_flags(strict=strict)
+        check_flags(strict=strict, deterministic=deterministic)
         check_seed(random_state)
         if lora_alpha is not None and lora_r is None:
             raise ValueError(f"lora_alpha={lora_alpha} was given without lora_r: give both, or call get_peft_model")
@@ -184,7 +189,9 @@ class FastLanguageModel:
             model.requires_grad_(True)
         else:
             model.requires_grad_(False)
-        binding.patch(model, strict=strict, keep_attention=config.attn_implementation is not None)
+        binding.patch(
+            model, strict=strict, keep_attention=config.attn_implementation is not None, deterministic=deterministic
+        )
         trainers.serve_head(model)
         _bind_methods(model)
         state = binding.state_of(model)
@@ -257,8 +264,7 @@ class FastLanguageModel:
         config = adapters.lora_config(model, settings | dict(layers_pattern=layers_pattern), of_peft)
         _seed(random_state)
         wrapped = adapters.add_adapter(model, config)
-        strict = state is not None and state.strict
-        binding.patch(wrapped, strict=strict, keep_attention=state is not None and state.keep_attention)
+        binding.patch(wrapped)
         trainers.serve_head(wrapped)
         _bind_methods(wrapped)
         base = adapters.base_model(wrapped)

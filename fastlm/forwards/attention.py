@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ from fastlm.forwards.projections import project
 from fastlm.patching import Fallback, patch_of
 from fastlm_kernels.attention import attention, attention_backend
 from fastlm_kernels.rope import rope
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """deterministic: gradients are equal to the bit between runs."""
+
+    family: Family
+    deterministic: bool
 
 
 def window_of(module: nn.Module, family: Family) -> int | None:
@@ -49,7 +58,7 @@ def forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     patch = patch_of(self)
-    family = patch.facts
+    family = patch.facts.family
     if self.config._attn_implementation != ATTENTION:
         raise Fallback(f"attention implementation {self.config._attn_implementation!r} was asked for")
     if self.training and self.attention_dropout:
@@ -75,6 +84,9 @@ def forward(
     is_whole_row = attention_mask is None and k.shape[1] == length
     layout = sequence_layout(kwargs, q) if is_whole_row else None
     window = window_of(self, family) if attention_mask is None else None
-    patch.backend = attention_backend(q, k, v, layout, window, attention_mask)
-    out = attention(q, k, v, self.scaling, layout=layout, window=window, mask=attention_mask)
+    deterministic = patch.facts.deterministic
+    patch.backend = attention_backend(q, k, v, layout, window, attention_mask, deterministic)
+    out = attention(
+        q, k, v, self.scaling, layout=layout, window=window, mask=attention_mask, deterministic=deterministic
+    )  # fmt: skip
     return project((self.o_proj,), out.reshape(batch, length, -1), patch)[0], None

@@ -186,7 +186,9 @@ def forward(
             kwargs[_LAYOUT] = layout
         if attention_mask is None and past_key_values is None:
             # a mask that hides nothing: without any, transformers looks for packed rows itself, and waits for the device
-            attention_mask = torch.ones((), dtype=torch.bool, device=rows.device).expand(rows.shape[0], 1, rows.shape[1])
+            attention_mask = torch.ones((), dtype=torch.bool, device=rows.device).expand(
+                rows.shape[0], 1, rows.shape[1]
+            )
         embeds = self.get_input_embeddings().parameters() if inputs_embeds is None else [inputs_embeds]
         kwargs[NEEDS_INPUT_GRADIENT] = any(t.requires_grad for t in embeds)
     return stock(

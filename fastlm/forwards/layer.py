@@ -31,11 +31,13 @@ class LayerFacts:
         family: its row.
         spec: its shape.
         arguments: names of the stock forward's arguments behind the hidden states.
+        deterministic: gradients are equal to the bit between runs.
     """
 
     family: Family
     spec: BlockSpec
     arguments: tuple[str, ...]
+    deterministic: bool
 
 
 class _Elsewhere(Exception):
@@ -46,7 +48,7 @@ class _Stock(Exception):
     """The layer cannot run as a block for this call; the message says why."""
 
 
-def make_facts(layer: nn.Module, family: Family) -> LayerFacts:
+def make_facts(layer: nn.Module, family: Family, deterministic: bool) -> LayerFacts:
     """The block's shape from the layer's own modules and config."""
     attention = layer.self_attn
     config = attention.config
@@ -71,7 +73,7 @@ def make_facts(layer: nn.Module, family: Family) -> LayerFacts:
         residual_multiplier=getattr(layer, family.residual_multiplier) if family.residual_multiplier else 1.0,
     )
     _, _, *arguments = inspect.signature(type(layer).forward).parameters
-    return LayerFacts(family, spec, tuple(arguments))
+    return LayerFacts(family, spec, tuple(arguments), deterministic)
 
 
 def unfit(layer: nn.Module, family: Family) -> str | None:
@@ -172,7 +174,7 @@ def _describe(
     keeps = not recomputes and torch.is_grad_enabled()
     layer = Layer(
         facts.spec, KEEP_ALL if keeps else RECOMPUTE_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs, x),
-        deterministic=False,
+        deterministic=facts.deterministic,
     )  # fmt: skip
     return layer, [tensor for p in projections for tensor in group_tensors(p)]
 
@@ -181,7 +183,9 @@ def _note_backend(patch: Patch, layer: Layer, x: Tensor) -> None:
     """Record the attention library that this call runs, for the report."""
     spec = layer.spec
     q, k = (x.new_empty((*x.shape[:2], n, spec.head_size)) for n in (spec.n_heads, spec.n_kv_heads))
-    patch.backend = attention_backend(q, k, k, layer.layout, spec.window, softcap=spec.softcap)
+    patch.backend = attention_backend(
+        q, k, k, layer.layout, spec.window, deterministic=layer.deterministic, softcap=spec.softcap
+    )
 
 
 def _tables(cos: Tensor, sin: Tensor, family: Family) -> tuple[Tensor, Tensor]:
