@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -65,6 +66,7 @@ def is_plain_lora_layer(module: nn.Module) -> bool:
     return lora is not None and type(module) in _linear_kinds(lora)
 
 
+@functools.cache
 def _linear_kinds(lora: Any) -> tuple[type, ...]:
     # peft defines the 4-bit class only where bitsandbytes is installed
     return (lora.Linear, lora.Linear4bit) if quant.is_installed() else (lora.Linear,)

@@ -9,6 +9,8 @@ output.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,9 +58,15 @@ class Group:
     seeds: tuple[int, ...]
     lora_dtype: torch.dtype | None
 
-    @property
+    @functools.cached_property
     def widths(self) -> list[int]:
         return [weight.shape[0] for weight in self.weights]
+
+    @functools.cached_property
+    def rows(self) -> list[slice]:
+        """Where each projection lies in the stacked output."""
+        stops = list(itertools.accumulate(self.widths, initial=0))
+        return [slice(*bounds) for bounds in itertools.pairwise(stops)]
 
 
 def make_group(projections: Sequence[Projection], lora_dtype: torch.dtype | None) -> Group:
@@ -176,11 +184,6 @@ class StackedLinear:
         assert a is not None and b is not None
         return a, b
 
-    def _rows(self, i: int) -> slice:
-        """Where projection i lies in the stacked output."""
-        start = sum(self.group.widths[:i])
-        return slice(start, start + self.group.widths[i])
-
     def input(self, tokens: int, device: torch.device) -> Tensor:
         """A new [T, K] for x, of unit column stride."""
         return torch.empty((tokens, self.features + self.x_pad), dtype=self.dtype, device=device)[:, : self.features]
@@ -217,7 +220,7 @@ class StackedLinear:
         else:
             self.b = self.a.new_zeros((self.width, self.rank))
         for i, scaling, (_, b) in zip(self.spans, scalings, loras, strict=True):
-            torch.mul(b, scaling, out=self.b[self._rows(i), self.spans[i]])
+            torch.mul(b, scaling, out=self.b[self.group.rows[i], self.spans[i]])
 
     def _room(self) -> Tensor:
         """The decoded weights [sum N, K], with B's columns beside and A's rows below them where adapters ride."""
@@ -230,7 +233,7 @@ class StackedLinear:
             else:
                 # by way of the dtype it was quantized from, as bitsandbytes rounds it
                 for i, weight in enumerate(self.quantized):
-                    self._decoded[self._rows(i), : self.features] = nf4_decode(weight, weight.dtype)
+                    self._decoded[self.group.rows[i], : self.features] = nf4_decode(weight, weight.dtype)
         return self._decoded
 
     def _stacked(self) -> Tensor | None:
@@ -251,7 +254,7 @@ class StackedLinear:
         y = self._riding(_widened(x, self.x_pad)) if self.x_pad else self._beside(x)
         for i in self.alone:
             side = self._lora(i)[1].to(self.lora_dtype).t() * self.group.scalings[i]
-            _add_product(y[:, self._rows(i)], self.low[i], side)
+            _add_product(y[:, self.group.rows[i]], self.low[i], side)
         if not self.holds:
             self._decoded = None
         return y
@@ -290,7 +293,7 @@ class StackedLinear:
             is_first = y is None
             y = self.gradient(x.shape[0], x.device) if y is None else y
             for i in range(len(self.group.weights)):
-                y[:, self._rows(i)].addmm_(x, self._dense(i).t(), beta=0 if is_first else 1)
+                y[:, self.group.rows[i]].addmm_(x, self._dense(i).t(), beta=0 if is_first else 1)
         if self.b is not None and self.lora_dtype != x.dtype:
             _add_product(y, self.low[_TOGETHER], self.b.t())
         return y
@@ -332,7 +335,7 @@ class StackedLinear:
         elif self.b is not None:
             self.high[_TOGETHER] = dy.to(self.lora_dtype) @ self.b
         for i in self.alone:
-            side = dy[:, self._rows(i)].to(self.lora_dtype) @ self._lora(i)[1].to(self.lora_dtype)
+            side = dy[:, self.group.rows[i]].to(self.lora_dtype) @ self._lora(i)[1].to(self.lora_dtype)
             self.high[i] = side.mul_(self.group.scalings[i])
 
     def backward_x(self, dy: Tensor) -> Tensor:
@@ -355,7 +358,7 @@ class StackedLinear:
             dx = dy @ stacked if dx is None else dx.addmm_(dy, stacked)
         else:
             for i in range(len(self.group.weights)):
-                dense, part = self._dense(i), dy[:, self._rows(i)]
+                dense, part = self._dense(i), dy[:, self.group.rows[i]]
                 dx = part @ dense if dx is None else dx.addmm_(part, dense)
         assert dx is not None  # a group has a projection
         if self.a is not None and not is_one_dtype:
@@ -372,15 +375,15 @@ class StackedLinear:
         if any(needed[3 * i + 2] for i in self.spans):
             db = dy.to(self.lora_dtype).t() @ self.low[_TOGETHER]
             for i, span in self.spans.items():
-                block = db[self._rows(i), span]
+                block = db[self.group.rows[i], span]
                 grads[3 * i + 2] = block if scalings[i] == 1.0 else block * scalings[i]
         for i in self.alone:
-            part = dy[:, self._rows(i)].to(self.lora_dtype)
+            part = dy[:, self.group.rows[i]].to(self.lora_dtype)
             grads[3 * i + 1] = self.high[i].t() @ self._dropped(x, i)
             grads[3 * i + 2] = (part.t() @ self.low[i]).mul_(scalings[i])
         for i in range(len(self.group.weights)):
             if needed[3 * i]:
-                grads[3 * i] = dy[:, self._rows(i)].sum(0, dtype=torch.float32)
+                grads[3 * i] = dy[:, self.group.rows[i]].sum(0, dtype=torch.float32)
         return [
             grads[i].to(t.dtype) if t is not None and needed[i] and i in grads else None
             for i, t in enumerate(self.tensors)
