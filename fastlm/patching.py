@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 _KEY = "_fastlm_patch"
@@ -134,12 +135,33 @@ def bind(module: nn.Module, part: str, fast: Callable[..., Any], facts: Any = No
 
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        patch: Patch = self.__dict__[_KEY]
-        return patch.run(self, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _run_opaque(self, args, kwargs)
+        return _run(self, args, kwargs)
 
     module.__dict__[_KEY] = Patch(part=part, stock=stock, fast=fast, bound=forward, strict=strict, facts=facts)
     module.__dict__[slot] = types.MethodType(forward, module)
     return None
+
+
+# What a compiler that may not break its graph shows its user.
+_OPAQUE = (
+    "a fast forward of fastlm is nothing that torch.compile or torch.export could trace: call fastlm.revert(model) first, or "
+    "compile with fullgraph=False"
+)
+
+
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    patch: Patch = module.__dict__[_KEY]
+    return patch.run(module, args, kwargs)
+
+
+@functools.partial(torch.compiler.disable, reason=_OPAQUE)
+def _run_opaque(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`_run` for compilers, which would gain nothing inside hand-written kernels, and compile anew for every layer and count."""
+    if torch.compiler.is_exporting():
+        raise RuntimeError(_OPAQUE)
+    return _run(module, args, kwargs)
 
 
 def patched_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, Patch]]:
