@@ -185,7 +185,8 @@ class BlockFunction(torch.autograd.Function):
                 kept |= {f"low {i} {j}": t for j, t in enumerate(linear.saved())}
         ctx.layer, ctx.plan, ctx.record, ctx.names = layer, plan, record, tuple(kept)
         ctx.save_for_backward(x, cos, sin, *kept.values(), *tensors)
-        return y.view(x.shape)
+        # as a tensor of its own: autograd lets nobody write into a view that a function returns, and hooks on layers may
+        return y.view(x.shape).data
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]

@@ -204,6 +204,8 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     recomputes = patch.recomputes and self.training and torch.is_grad_enabled()
     needs_input_gradient = kwargs.pop(NEEDS_INPUT_GRADIENT, True)
     try:
+        if kwargs.get("output_attentions"):
+            raise _Stock("attention scores were asked for, which only eager attention returns")
         if kwargs.get("past_key_values") is not None and not recomputes:
             raise _Elsewhere
         layer, tensors = _describe(self, facts, hidden_states, kwargs.get("attention_mask"), recomputes, kwargs)
@@ -215,7 +217,7 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     else:
         if not patch.backend:
             _note_backend(patch, layer, hidden_states)
-        if not needs_input_gradient and self.self_attn.layer_idx == 0:
+        if not needs_input_gradient and self.self_attn.layer_idx == 0 and not self._backward_hooks:
             # only a trainer's hook asks for it, and nobody reads it
             hidden_states = hidden_states.detach()
         cos, sin = kwargs["position_embeddings"]
