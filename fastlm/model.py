@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,7 +78,10 @@ _METHODS = {"save_pretrained_merged": save_pretrained_merged}
 def _bind_methods(model: nn.Module) -> None:
     for holder in (model, adapters.base_model(model)):
         for name, function in _METHODS.items():
-            holder.__dict__[name] = types.MethodType(function, holder)
+            # a pickle finds the function by its own name: a bound method's would be looked up in the holder's class
+            method = functools.partial(function, holder)
+            method.__doc__ = function.__doc__
+            holder.__dict__[name] = method
 
 
 def _seed(random_state: int) -> None:

@@ -110,14 +110,14 @@ def _denominator(labels: Tensor, num_items_in_batch: Any) -> Any:
     return max(num_items_in_batch, 1)
 
 
-def _head(model: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | str:
+def _head(model: nn.Module, hidden: Tensor, ignores_hooks: bool) -> tuple[Tensor, Tensor, Tensor | None] | str:
     """Hidden states, weight and bias in the dtype of the head's GEMM; or why the head must be called as a module."""
     head = adapters.trained_copy(model.get_output_embeddings())
     if isinstance(head, str):
         return f"the head cannot be read: {head}"
     if type(head) is not nn.Linear:
         return f"the head is a {type(head).__name__}"
-    if adapters.has_hooks(head):
+    if adapters.has_hooks(head) and not ignores_hooks:
         return "the head has hooks"
     if head.weight.device != hidden.device:
         return "the head lies on another device"
@@ -179,7 +179,8 @@ def forward(
     if targets.device != hidden.device:
         # the layers lie on several devices
         targets, labelled = targets.to(hidden.device), None
-    read = _head(self, hidden)
+    # a trainer that asks for statistics reads the head's weight itself where it has no other, and hangs hooks of its own on it
+    read = _head(self, hidden, ignores_hooks=token_output is not None)
     shape = LogitShape.of(self.config, patch.facts)
     if token_output is not None:
         if isinstance(read, str):
