@@ -228,7 +228,6 @@ def test_modes_without_gradients():
                 same(call, models)
 
 
-@pytest.mark.slow
 def test_compiled_calls():
     stock, ours = pair(num_hidden_layers=1)
     torch.compiler.reset()

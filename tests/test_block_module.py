@@ -1,0 +1,333 @@
+"""A decoder layer that runs as one function is still a module: hooks, outputs, copies, compilers, whoever decides what it keeps."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import tiny
+import torch
+import training
+from accelerate.hooks import ModelHook, add_hook_to_module
+
+import fastlm
+from fastlm.patching import patch_of
+
+EXACT = 1e-5
+X = tiny.ids(2, 40)
+BATCH = dict(input_ids=X, labels=X)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def pair(name="llama", strict=True, recompute=False, **over):
+    """The stock model and a patched one with the same weights, both with an adapter."""
+    stock = tiny.with_lora(tiny.model(name, **over))
+    ours = fastlm.patch_model(tiny.with_lora(tiny.model(name, attention="sdpa", **over)), strict=strict)
+    for made in (stock, ours):
+        if recompute:
+            made.gradient_checkpointing_enable(dict(use_reentrant=False))
+            made.enable_input_require_grads()
+    return stock, ours
+
+
+def layers(made):
+    return made.get_base_model().model.layers
+
+
+def layer_rows(made):
+    return [row for row in fastlm.report(made) if ".layers." in row.layer]
+
+
+def assert_block(made):
+    rows = layer_rows(made)
+    assert all(row.path == "block" and row.calls and not row.fallback_calls and not row.reason for row in rows), rows
+
+
+def close(got, want, tolerance=EXACT):
+    got, want = ([t] if torch.is_tensor(t) else list(t) for t in (got, want))
+    assert len(got) == len(want) and want
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and tiny.relative(a.detach(), b.detach()) <= tolerance
+
+
+def step(made, batch=None, **call):
+    loss, gradients = tiny.loss_and_gradients(made, batch or BATCH, **call)
+    return [loss, *(gradients[name] for name in sorted(gradients))]
+
+
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+
+
+# --- outputs and hooks -----------------------------------------------------------------------------------------------
+
+
+@RECOMPUTE
+def test_hidden_states_have_values_and_gradients(recompute):
+    """A loss on hidden states of inner layers, as distillation and probes have it."""
+    stock, ours = pair(recompute=recompute, num_hidden_layers=3)
+    results = []
+    for made in (stock, ours):
+        out = made.train()(**BATCH, output_hidden_states=True)
+        (out.loss + sum(h.square().mean() for h in out.hidden_states[1:])).backward()
+        gradients = [p.grad for _, p in sorted(made.named_parameters()) if p.grad is not None]
+        results.append((out.hidden_states, gradients))
+    (want, want_gradients), (got, got_gradients) = results
+    close(got, want)
+    assert [h.requires_grad for h in got] == [h.requires_grad for h in want]
+    close(got_gradients, want_gradients)
+    # the hooks that transformers left behind are idle now
+    close(step(ours), step(stock))
+    assert_block(ours)
+
+
+@RECOMPUTE
+def test_forward_hooks_on_a_layer(recompute):
+    """They see its input and output, may replace the output, and may write into it."""
+
+    def run(made, seen):
+        first, second = layers(made)
+        first.register_forward_hook(lambda m, args, out: seen.extend((args[0], out)))
+        first.register_forward_hook(lambda m, args, out: out * 1.5)
+        second.register_forward_pre_hook(lambda m, args: (args[0] + 0.25, *args[1:]))
+        second.register_forward_hook(lambda m, args, out: out.mul_(0.5))
+        # transformers runs a stock layer's hooks again when it recomputes the layer
+        return [*step(made), *seen[:2]]
+
+    stock, ours = pair(recompute=recompute)
+    close(run(ours, []), run(stock, []))
+    assert_block(ours)
+
+
+@RECOMPUTE
+def test_gradient_hooks_on_a_layer(recompute):
+    def run(made, seen):
+        made.enable_input_require_grads()
+        for layer in layers(made):
+            layer.register_full_backward_hook(lambda m, dx, dy: seen.extend((dx[0], dy[0])))
+        layers(made)[1].register_full_backward_hook(lambda m, dx, dy: (dx[0] * 2, *dx[1:]))
+        layers(made)[0].register_full_backward_pre_hook(lambda m, dy: (dy[0] * 3,))
+        return [*step(made), *seen]
+
+    stock, ours = pair(recompute=recompute)
+    close(run(ours, []), run(stock, []))
+    assert_block(ours)
+
+
+class Halved(ModelHook):
+    def post_forward(self, module, output):
+        return halved(output)
+
+
+def halved(output):
+    return tuple(None if t is None else t * 0.5 for t in output) if isinstance(output, tuple) else output * 0.5
+
+
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(lambda m, args, out: halved(out)),
+    "pre": lambda module: module.register_forward_pre_hook(lambda m, args: tuple(a * 0.5 for a in args)),
+    "backward": lambda module: module.register_full_backward_hook(lambda m, dx, dy: (dx[0] * 0.5, *dx[1:])),
+    "accelerate": lambda module: add_hook_to_module(module, Halved()),
+}
+INNER = {
+    "self_attn": "a module in it has hooks",
+    "mlp": "a module in it has hooks",
+    "input_layernorm": "a norm has hooks",
+    "self_attn.q_proj": "a projection has hooks",
+    "mlp.down_proj.base_layer": "a projection has hooks",
+    "self_attn.v_proj.lora_A.default": "adapter 'default' is more than two plain matrices",
+}
+# transformers calls the attention with keywords alone, which such hooks do not see
+PLACES = [(w, k) for w in INNER for k in HOOKS if w != "self_attn" or k in ("forward", "accelerate")]
+
+
+@pytest.mark.parametrize(("where", "kind"), PLACES, ids=[f"{w}-{k}" for w, k in PLACES])
+def test_hooks_on_inner_modules(where, kind):
+    """The layer around them runs stock code for that call, which is right, counted and explained; a strict model refuses."""
+    stock, ours = pair(strict=False)
+    for made in (stock, ours):
+        HOOKS[kind](layers(made)[1].get_submodule(where))
+    close(step(ours), step(stock))
+    first, second = layer_rows(ours)
+    assert first.path == "block" and not first.fallback_calls
+    assert INNER[where] in second.reason and set(patch_of(layers(ours)[1]).fallbacks) == {INNER[where]}
+    fastlm.patch_model(ours, strict=True)
+    with pytest.raises(RuntimeError, match="the fast block cannot run for this call"):
+        ours(**BATCH)
+
+
+def test_attention_scores():
+    """transformers gives none without its eager attention; the call that asks for them runs stock layers and is counted."""
+    stock, ours = tiny.model("llama", attention="sdpa"), fastlm.patch_model(tiny.model("llama", attention="sdpa"))
+    with torch.no_grad():
+        for use_cache in (True, False):
+            want, got = (made(input_ids=X, output_attentions=True, use_cache=use_cache) for made in (stock, ours))
+            close(got.logits, want.logits)
+            assert got.attentions == want.attentions
+    close(step(ours, output_attentions=True), step(stock))
+    assert all("3 calls: attention scores were asked for" in row.reason for row in layer_rows(ours))
+    assert all(row.fallback_calls == 3 for row in layer_rows(ours))
+    close(step(ours), step(stock))
+    assert all(row.fallback_calls == 3 for row in layer_rows(ours))
+
+
+def test_rows_with_adapters_of_their_own():
+    """PEFT's mixed batches call every projection through hooks: layers run stock, are counted, and are a block again after it."""
+    models = pair(strict=False)
+    for made in models:
+        made.add_adapter("second", made.peft_config["default"])
+        generator = torch.Generator().manual_seed(9)
+        for name, parameter in sorted(made.named_parameters()):
+            if ".second." in name:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    call = dict(input_ids=tiny.ids(3, 20), adapter_names=["default", "second", "__base__"])
+    with torch.no_grad():
+        want, got = (made.eval()(**call, use_cache=False).logits for made in models)
+    close(got, want)
+    ours = models[1]
+    for layer in layers(ours):
+        assert set(patch_of(layer).fallbacks) == {"a projection has hooks"}
+        patch_of(layer).fallbacks.clear()
+    close(step(ours), step(models[0]))
+    assert not any(patch_of(layer).fallbacks for layer in layers(ours))
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@RECOMPUTE
+def test_a_graph_may_be_used_twice(recompute):
+    _, ours = pair(recompute=recompute)
+    loss = ours.train()(**BATCH).loss
+    parameters = [p for p in ours.parameters() if p.requires_grad]
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    second = torch.autograd.grad(loss, parameters)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss, parameters)
+
+
+@RECOMPUTE
+def test_a_second_derivative_is_refused(recompute):
+    _, ours = pair(recompute=recompute)
+    loss = ours.train()(**BATCH).loss
+    with pytest.raises(RuntimeError, match=r"no second derivative. Use fastlm.revert\(model\)"):
+        torch.autograd.grad(loss, [p for p in ours.parameters() if p.requires_grad], create_graph=True)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes_without_gradients(mode, recompute):
+    stock, ours = pair(recompute=recompute)
+    for training_mode in (True, False):
+        with mode():
+            want, got = (made.train(training_mode)(**BATCH).logits.clone() for made in (stock, ours))
+        close(got, want)
+    # weights that inference has seen are trained as before
+    close(step(ours), step(stock))
+    assert_block(ours)
+
+
+@RECOMPUTE
+def test_what_is_kept_may_move_to_the_host(recompute):
+    _, ours = pair(recompute=recompute)
+    want = step(ours)
+    with torch.autograd.graph.save_on_cpu():
+        got = step(ours)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def offloading(model, folder):
+    """An SFTTrainer with activation offloading: on a CPU, with torch's hooks in the place of TRL's, which need an accelerator.
+
+    TRL lets the head's own activations stay, by hooks on the head.
+    """
+    has_gpu = torch.cuda.is_available()
+    trainer = training.sft(model, folder, activation_offloading=has_gpu, use_cpu=not has_gpu)
+    if not has_gpu:
+        stays = contextlib.ExitStack()
+        head = model.get_output_embeddings()
+        head.register_forward_pre_hook(
+            lambda *_: stays.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)) and None
+        )
+        head.register_forward_hook(lambda *_: stays.close(), always_call=True)
+        trainer.maybe_activation_offload_context = torch.autograd.graph.save_on_cpu()
+    return trainer
+
+
+def test_activation_offloading_under_a_trainer(tmp_path):
+    stock, ours = (offloading(make(), tmp_path) for make in (training.stock, training.ours))
+    training.assert_same_run(training.train(ours), training.train(stock))
+    training.assert_ran_fast(ours.model)
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_deep_copy_stays_fast():
+    stock, ours = pair()
+    twin = copy.deepcopy(ours)
+    fastlm.revert(ours)
+    close(step(twin), step(stock))
+    assert_block(twin)
+    assert {row.path for row in layer_rows(ours)} == {"stock"}
+
+
+def test_a_pickle_is_stock():
+    """Of a family whose stock model can be pickled wherever it is: others hold functions that pickle refuses."""
+    stock, ours = pair("ernie4_5", strict=False)
+    want = step(ours)
+    loaded = pickle.loads(pickle.dumps(ours))
+    assert {row.path for row in layer_rows(loaded)} == {"stock"}
+    close(step(loaded), step(stock))
+    fastlm.revert(loaded)
+    close(step(loaded), step(stock))
+    fastlm.patch_model(loaded)
+    assert all(torch.equal(a, b) for a, b in zip(step(loaded), want, strict=True))
+
+
+# --- compilers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(backend):
+    """A fast model is one opaque step to the compiler: equal to the bit, and as few frames for many layers as for one."""
+    frames = []
+    for n_layers in (1, 6):
+        ours = pair(num_hidden_layers=n_layers)[1]
+        want = step(ours)
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(ours, backend=backend)
+        for _ in range(2):
+            got = step(compiled)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        frames.append(torch._dynamo.utils.counters["frames"]["total"])
+        assert_block(ours)
+    assert frames[0] == frames[1] <= 32, frames
+
+
+def test_compiled_layers():
+    _, ours = pair()
+    want = step(ours)
+    torch.compiler.reset()
+    for layer in layers(ours):
+        layer.compile(backend="eager")
+    assert all(torch.equal(a, b) for a, b in zip(step(ours), want, strict=True))
+
+
+def test_compilers_that_break_no_graph_are_told_what_to_do():
+    _, ours = pair()
+    torch.compiler.reset()
+    for layer_or_model in (ours, layers(ours)[0]):
+        with pytest.raises(Exception, match=r"fastlm\.revert\(model\) first, or compile with fullgraph=False"):
+            torch.compile(layer_or_model, backend="eager", fullgraph=True)(X)
+    with pytest.raises(RuntimeError, match=r"fastlm\.revert\(model\) first"):
+        torch.export.export(ours, (), kwargs=dict(input_ids=X), strict=False)
+    fastlm.revert(ours)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    close(step(compiled), step(ours))
