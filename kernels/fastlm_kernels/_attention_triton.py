@@ -80,11 +80,11 @@ def _attention_fwd_kernel(
         total = total * shrink + tl.sum(p, axis=1)
         v = load_tile(v_ptr, key, n_keys, stride_v_token, HEAD_DIM, BLOCK_N, BLOCK_E)
         acc = dot(p.to(v.dtype), v, acc * shrink[:, None], PRECISION, UPCAST)
+    statistics = (batch * tl.num_programs(1) + head) * n_queries + rows
+    # from powers of 2 to powers of e; before the output, whose stores would make registers for it spill in the loop
+    tl.store(lse_ptr + statistics, (highest + tl.log2(total)) * 0.6931471805599453, mask=rows < n_queries)
     out_ptr += batch * stride_out_batch + head * stride_out_head
     store_tile(out_ptr, row, n_queries, stride_out_token, acc / total[:, None], HEAD_DIM, BLOCK_M, BLOCK_E)
-    statistics = (batch * tl.num_programs(1) + head) * n_queries + rows
-    # from powers of 2 to powers of e
-    tl.store(lse_ptr + statistics, (highest + tl.log2(total)) * 0.6931471805599453, mask=rows < n_queries)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastlm_kernels._case import Build, Case, randn
+from fastlm_kernels._case import Case, build, randn
 from fastlm_kernels._launch import next_power_of_2, runs_triton, tl, triton
 from fastlm_kernels._loss_rule import LossRule, RowStats, check_label_range, check_labels
 
@@ -219,14 +219,15 @@ def _cross_entropy_bwd_kernel(
     )  # fmt: skip
 
 
-def _tile(n_cols: int, itemsize: int) -> dict[str, int]:
+def _tile(n_cols: int, itemsize: int, has_all: bool = False) -> dict[str, int]:
     """Threads of a row (LANES), what each loads at a time (VECTOR), and its loads in flight (UNROLL).
 
     Up to 16 warps a row: few rows in flight, so a second read meets the cache and a short last wave costs little.
+    Softcap, smoothing and entropy together (`has_all`) spill beside two loads, and their arithmetic takes longer than one.
     """
     vector = 16 // itemsize
     lanes = min(512, max(32, next_power_of_2(n_cols) // (2 * vector)))
-    return dict(UNROLL=2 if n_cols > lanes * vector else 1, LANES=lanes, VECTOR=vector)
+    return dict(UNROLL=2 if n_cols > lanes * vector and not has_all else 1, LANES=lanes, VECTOR=vector)
 
 
 def _transform_in_torch(x: Tensor, rule: LossRule) -> Tensor:
@@ -313,7 +314,8 @@ def cross_entropy_fwd(
             check_label_range(labels, n_cols, rule.ignore_index)
         _fwd_in_torch(logits, labels, rule, gradient_weight, stats)
     elif n_rows:
-        tile = _tile(n_cols, logits.element_size())
+        has_all = rule.softcap is not None and rule.label_smoothing > 0.0 and stats.entropy is not None
+        tile = _tile(n_cols, logits.element_size(), has_all)
         _cross_entropy_fwd_kernel[(n_rows,)](
             logits, labels, stats.loss, stats.log_prob, stats.lse,
             stats.loss if stats.entropy is None else stats.entropy,
@@ -443,37 +445,19 @@ def _strided(inputs):
 
 
 def _builds(cc, dtype):
-    pointer = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}[dtype]
-    shared = dict(
-        n_cols="i32", ignore_index="i32", scale="fp32", cap="fp32", slope="fp32", label_smoothing="fp32", z_loss="fp32"
-    )
-    for n_cols in (2048, 128256):
+    types = dict.fromkeys(("loss_ptr", "log_prob_ptr", "lse_ptr", "entropy_ptr", "dloss_ptr"), "*fp32")
+    types |= dict.fromkeys(("scale", "cap", "slope", "label_smoothing", "z_loss", "gradient_weight"), "fp32")
+    types |= dict(labels_ptr="*i64", is_top1_ptr="*i8")
+    # a loss alone, what a trainer's metrics ask for, everything
+    settings = ((2048, True, True), (128256, False, False), (128256, True, False), (128256, True, True))
+    for n_cols, has_metrics, has_all in settings:
+        tile = _tile(n_cols, dtype.itemsize, has_all)
+        options = dict(HAS_SOFTCAP=has_all, HAS_SMOOTHING=has_all, HAS_ENTROPY=has_metrics, HAS_TOP1=has_metrics)
+        options |= dict(WRITES_GRADIENT=True, **tile)
+        yield build(_cross_entropy_fwd_kernel, dtype, options, tile["LANES"] // 32, types)
         tile = _tile(n_cols, dtype.itemsize)
-        # a loss alone, what a trainer's metrics ask for, everything
-        for has_metrics, has_all in ((False, False), (True, False), (True, True)):
-            flags = dict(HAS_SOFTCAP=has_all, **tile)
-            more = dict(HAS_SMOOTHING=has_all, HAS_ENTROPY=has_metrics, HAS_TOP1=has_metrics, WRITES_GRADIENT=True)
-            yield Build(
-                kernel=_cross_entropy_fwd_kernel,
-                signature=dict(
-                    x_ptr=pointer, labels_ptr="*i64", loss_ptr="*fp32", log_prob_ptr="*fp32", lse_ptr="*fp32",
-                    entropy_ptr="*fp32", is_top1_ptr="*i8", stride_x_row="i32", **shared, gradient_weight="fp32",
-                    **dict.fromkeys((*flags, *more), "constexpr"),
-                ),
-                constants=flags | more,
-                num_warps=tile["LANES"] // 32,
-                multiples_of_16=("stride_x_row", "n_cols"),
-            )  # fmt: skip
-            yield Build(
-                kernel=_cross_entropy_bwd_kernel,
-                signature=dict(
-                    dloss_ptr="*fp32", x_ptr=pointer, labels_ptr="*i64", lse_ptr="*fp32", dx_ptr=pointer,
-                    stride_x_row="i32", stride_dx_row="i32", **shared, **dict.fromkeys(flags, "constexpr"),
-                ),
-                constants=flags,
-                num_warps=tile["LANES"] // 32,
-                multiples_of_16=("stride_x_row", "stride_dx_row", "n_cols"),
-            )  # fmt: skip
+        options = dict(HAS_SOFTCAP=has_all, **tile)
+        yield build(_cross_entropy_bwd_kernel, dtype, options, tile["LANES"] // 32, types)
 
 
 CASE = Case(

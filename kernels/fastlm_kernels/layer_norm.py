@@ -10,6 +10,7 @@ Saved for the backward: h, weight, mean and 1/std (two float32 a row).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -235,7 +236,8 @@ def layer_norm_bwd(
             dy, dh, x, weight, mean, rstd, dx, dweight_part, dbias_part, *strides, n_rows, n_cols,
             HAS_DH=dh is not None, HAS_WEIGHT=weight is not None, HAS_DWEIGHT=is_fused and needs_weight,
             HAS_DBIAS=is_fused and needs_bias, BLOCK_T=launch.rows, BLOCK_D=launch.block,
-            num_warps=launch.num_warps, enable_fp_fusion=True,
+            # fused, dy * weight - mean(dy * weight) of one column would be the product's rounding, not zero
+            num_warps=launch.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     if dx.numel() and has_sums and not is_fused:
         launch = row_launch(_SUMS_BLOCK, live_values=8)
@@ -398,7 +400,8 @@ def _builds(cc, dtype):
                     HAS_DH=True, HAS_WEIGHT=True, HAS_DWEIGHT=has_sums, HAS_DBIAS=has_sums,
                     BLOCK_T=launch.rows, BLOCK_D=launch.block,
                 )  # fmt: skip
-                yield build(_layer_norm_bwd_kernel, dtype, options, launch.num_warps, types)
+                made = build(_layer_norm_bwd_kernel, dtype, options, launch.num_warps, types)
+                yield dataclasses.replace(made, enable_fp_fusion=False)
     launch = row_launch(_LONG_BLOCK, live_values=8)
     options = dict(HAS_DH=True, HAS_WEIGHT=True, BLOCK_D=launch.block)
     yield build(layer_norm_bwd_long_kernel, dtype, options, launch.num_warps, types)

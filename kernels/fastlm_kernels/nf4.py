@@ -147,6 +147,8 @@ def _nf4_decode_stacked_kernel(
     program = tl.program_id(0)
     first_program = 0
     out_row = 0
+    # Triton makes a constant of an argument that is 1, which a branch could not turn into another weight's number
+    n_rows = tl.cast(n_rows, tl.int32)
     next_row = n_rows
     stop = _n_programs(n_rows, n_cols, ITEM_VALUES, BLOCK_ITEMS)
     if program >= stop:
