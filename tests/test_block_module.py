@@ -2,15 +2,18 @@
 
 import contextlib
 import copy
+import dataclasses
 import pickle
 
 import pytest
 import tiny
 import torch
+import torch.utils._pytree as pytree
 import training
 from accelerate.hooks import ModelHook, add_hook_to_module
 
 import fastlm
+from fastlm.forwards.causal_lm import DeferredLogits
 from fastlm.patching import patch_of
 
 EXACT = 1e-5
@@ -193,6 +196,29 @@ def test_rows_with_adapters_of_their_own():
         patch_of(layer).fallbacks.clear()
     close(step(ours), step(models[0]))
     assert not any(patch_of(layer).fallbacks for layer in layers(ours))
+
+
+def test_walking_over_an_output_makes_no_logits(monkeypatch):
+    """As FSDP and accelerate do, by fields, by keys or as a tree; what is rebuilt from it still has them to give."""
+    _, ours = pair()
+    want = ours.train()(**BATCH, output_hidden_states=True).logits
+    made, make = [], DeferredLogits.__call__
+    monkeypatch.setattr(DeferredLogits, "__call__", lambda self: made.append(1) or make(self))
+    output = ours(**BATCH, output_hidden_states=True)
+    rebuilt = dataclasses.replace(output, loss=output.loss * 2)
+    leaves, tree = pytree.tree_flatten(output)
+    walked = [getattr(rebuilt, field.name) for field in dataclasses.fields(rebuilt)]
+    assert len(walked) == 4 and dict(output.items()) and not made
+    for other in (output, rebuilt, copy.copy(output), pytree.tree_unflatten(leaves, tree)):
+        assert list(other) == ["loss", "logits", "hidden_states"] and torch.equal(other.logits, want)
+        assert other["logits"] is other[1] is other.to_tuple()[1] is dict(other.items())["logits"] is other.logits
+        assert [field.name for field in dataclasses.fields(other)][:2] == ["loss", "logits"]
+    with torch.no_grad():
+        loaded = pickle.loads(pickle.dumps(ours(**BATCH)))
+    assert torch.equal(loaded.logits, want)
+    output = ours(**BATCH)
+    output.logits = want[:1]
+    assert output["logits"] is output.logits is dict(output.items())["logits"]
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -63,6 +64,13 @@ class DeferredLogits:
         self.head, self.hidden, self.shape = head, hidden, shape
 
     def __call__(self) -> Tensor:
+        dtensor = sys.modules.get("torch.distributed.tensor")
+        if dtensor is not None and isinstance(self.head.weight, dtensor.DTensor) and not adapters.has_hooks(self.head):
+            raise RuntimeError(
+                "the logits of a training step are made when they are read, and FSDP has sharded the head's weight again: read "
+                "them before the backward with reshard_after_forward=False on the root module, shard the head by itself, or "
+                "call the model without labels"
+            )
         return self.shape.logits(self.head(self.hidden))
 
 
@@ -70,15 +78,45 @@ class DeferredLogits:
 class CausalLMOutput(CausalLMOutputWithPast):
     """transformers' output whose `logits` are made when they are read: by attribute, key or index.
 
-    A training step that only uses the loss never builds them. Iterating over `items()` does not build them either.
+    A training step that only uses the loss never builds them. Iterating over `items()` does not build them either, nor does going
+    through the dataclass' fields, as FSDP does with every output.
+
+    Attributes:
+        deferred: what makes the logits, while nobody has read them. `dataclasses.replace` hands it on.
     """
+
+    deferred: InitVar[DeferredLogits | None] = None
+
+    def __post_init__(self, deferred: DeferredLogits | None) -> None:
+        super().__post_init__()
+        if deferred is not None:
+            self["logits"] = deferred
+            # in their place behind the loss
+            for name in [key for key in self if key not in ("loss", "logits")]:
+                self.move_to_end(name)
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
+        if name == "__dataclass_fields__" and self.deferred is not None:
+            return {key: field for key, field in value.items() if key != "logits"}
+        if name == "deferred":
+            logits = super().__getattribute__("__dict__").get("logits")
+            return logits if isinstance(logits, DeferredLogits) else None
         if isinstance(value, DeferredLogits):
             value = value()
             self[name] = value
         return value
+
+    def __reduce__(self) -> Any:
+        # the base class pickles the fields
+        _ = self.logits
+        return super().__reduce__()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "logits" and value is not None:
+            self[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
