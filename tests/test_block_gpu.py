@@ -71,7 +71,7 @@ def test_nothing_waits_for_the_device(name, recomputes):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
 def test_deterministic_runs_are_equal_to_the_bit(name):
     made = fastlm.patch_model(on_gpu(name), strict=True, deterministic=True)
-    for batch in (dense(), packed(with_lengths=True), padded()):
+    for batch in (dense(), packed(with_lengths=False), padded()):
         kept, again = (tiny.loss_and_gradients(made, batch, use_cache=False) for _ in range(2))
         made.gradient_checkpointing_enable()
         made.enable_input_require_grads()

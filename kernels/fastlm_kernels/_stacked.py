@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastlm_kernels._lora_pack import pack_adapters
 from fastlm_kernels.nf4 import NF4Weight, nf4_decode, nf4_decode_stacked
 
 # T rows (tokens), K input features, N output features, R LoRA rank
@@ -209,18 +210,19 @@ class StackedLinear:
             self.a, self.b = (t.to(self.lora_dtype) for t in loras[0])
             self.b = self.b if scalings[0] == 1.0 else self.b * scalings[0]
             return
-        rows = [a.to(self.lora_dtype) for a, _ in loras]
-        missing = self.rank - sum(a.shape[0] for a in rows)
-        rows += [rows[0].new_zeros((missing, self.features))] if missing else []
-        self.a = torch.cat(rows)
+        a, b = self._factors(loras[0][0].device)
+        pack_adapters(loras, scalings, [self.group.rows[i] for i in self.spans], a, b)
+        self.a, self.b = a, b
+
+    def _factors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Room for `a` and `b`: beside the decoded weights where the adapters ride."""
         if self.dy_pad:
-            self.a = self._room()[self.width :, : self.features].copy_(self.a)
-        if self.x_pad:
-            self.b = self._room()[: self.width, self.features :].zero_()
+            a = self._room()[self.width :, : self.features]
         else:
-            self.b = self.a.new_zeros((self.width, self.rank))
-        for i, scaling, (_, b) in zip(self.spans, scalings, loras, strict=True):
-            torch.mul(b, scaling, out=self.b[self.group.rows[i], self.spans[i]])
+            a = torch.empty((self.rank, self.features), dtype=self.lora_dtype, device=device)
+        if self.x_pad:
+            return a, self._room()[: self.width, self.features :]
+        return a, torch.empty((self.width, self.rank), dtype=self.lora_dtype, device=device)
 
     def _room(self) -> Tensor:
         """The decoded weights [sum N, K], with B's columns beside and A's rows below them where adapters ride."""

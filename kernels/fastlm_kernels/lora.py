@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastlm_kernels import _lora_pack
 from fastlm_kernels._case import Case, randn
 from fastlm_kernels._stacked import (
     Group,
@@ -132,4 +133,5 @@ CASE = Case(
     gradients=("x", "b0", "a0", "c0", "b1", "a1", "c1", "b2", "a2", "c2"),
     strided=strided_inputs,
     draws=16,
+    builds=lambda cc, dtype: _lora_pack.builds(dtype),
 )
