@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "olmo3": (
         "olmo3",
         dict(
-            _SLIDING_FULL, attention_bias=True,
+            _SLIDING_FULL,
             rope_parameters=dict(
                 sliding_attention=dict(rope_type="default", rope_theta=10000.0),
                 full_attention=dict(
@@ -154,8 +154,12 @@ def model(name: str, dtype: torch.dtype = torch.float32, attention: str = "eager
         copy.deepcopy(config(name, **over)), attn_implementation=None if attention == "sdpa" else attention
     )
     generator = torch.Generator().manual_seed(seed + 1)
+    family = FAMILIES.get(made.config.model_type)
     with torch.no_grad():
         for parameter_name, parameter in made.named_parameters():
+            if family is not None and family.norm_weight_offset and parameter_name.endswith("norm.weight"):
+                # as checkpoints store them: not every class of theirs begins there
+                parameter.zero_()
             if parameter.ndim == 1 or "norm" in parameter_name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
     return made.to(dtype).eval()
