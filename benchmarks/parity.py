@@ -50,7 +50,6 @@ from fastlm.forwards.causal_lm import TOKEN_OUTPUT  # noqa: E402
 RESULTS = ROOT / "benchmarks/results/parity.jsonl"
 LIBRARIES = ("torch", "triton", "transformers", "peft", "bitsandbytes")
 WEIGHTS, LAYOUTS = ("dense", "nf4"), ("dense", "padded", "packed")
-SEEDS = 4
 # mode -> dtype of the weights, of the adapters, and whether a bfloat16 autocast runs around the step
 MODES = {
     "fp32": (torch.float32, torch.float32, False),
@@ -303,11 +302,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="float32 only, one batch of each layout")
     parser.add_argument("--models", nargs="+", choices=tiny.MODELS, default=list(tiny.MODELS), metavar="NAME")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--seeds", type=int, default=4, help="batches of each layout; more of them leave less to chance"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the device")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--commit", help="what is measured, where this is no git checkout")
     given = parser.parse_args()
-    modes, seeds = (["fp32"], 1) if given.quick else (given.modes, SEEDS)
+    modes, seeds = (["fp32"], 1) if given.quick else (given.modes, given.seeds)
     facts = environment(given.device, given.commit)
     # processes that start afresh: a forked one cannot use CUDA
     context = multiprocessing.get_context("spawn")
@@ -317,8 +319,8 @@ def main() -> None:
         for done in waiting:
             found = [line | facts for line in done.result()]
             print(*summary(found), sep="\n", flush=True)
+            write(given.output, found, facts["device"])
             lines += found
-    write(given.output, lines, facts["device"])
     failed = [line for line in lines if fails(line)]
     if failed:
         print(f"\n{len(failed)} of {len(lines)} lines fail:")
