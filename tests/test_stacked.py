@@ -11,6 +11,7 @@ from fastlm_kernels._stacked import Projection, StackedLinear, group_tensors, ma
 from fastlm_kernels.nf4 import NF4Weight, nf4_decode
 from fastlm_kernels.testing import poisoned_memory
 
+FP32, FP16 = torch.float32, torch.float16
 TOKENS, K, WIDTHS, RANKS = 512, 1024, (640, 256, 128), (16, 5, 8)
 
 
@@ -93,26 +94,26 @@ def test_dense_weights_are_never_laid_out_anew():
     assert linear.x_pad == linear.dy_pad == 0 and linear.input(3, weight.device).is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("made, dtype", [(FP32, FP32), (FP16, FP16), (FP32, FP16)], ids=str)
 @pytest.mark.parametrize("ranks", [(16, 5, 8), (64,), (1, 70)], ids=str)
-def test_packing_is_equal_to_the_bit(ranks, dtype):
+def test_packing_is_equal_to_the_bit(ranks, made, dtype):
     """The kernel writes what torch's copies do, into rows that are longer than what it fills."""
     if torch.cuda.is_available():
         pytest.skip("Triton compiles for the GPU in this process")
     generator = torch.Generator().manual_seed(0)
     widths, n_cols = (130, 64, 31)[: len(ranks)], 100
     loras = [
-        (torch.randn(r, n_cols, generator=generator).to(dtype), torch.randn(n, r, generator=generator).to(dtype))
+        (torch.randn(r, n_cols, generator=generator).to(made), torch.randn(n, r, generator=generator).to(made))
         for n, r in zip(widths, ranks, strict=True)
     ]
     # a projection without an adapter lies between the first and the second
     starts = [0, *(sum(widths[:i]) + 7 for i in range(1, len(widths)))]
     rows = [slice(start, start + n) for start, n in zip(starts, widths, strict=True)]
-    made = []
+    got = []
     for kernels in (contextlib.nullcontext(), _launch.interpreting()):
         a, b = torch.full((128, n_cols + 9), 7.0, dtype=dtype), torch.full((rows[-1].stop, 140), 7.0, dtype=dtype)
         with kernels:
             pack_adapters(loras, [0.3, 2.0, 1.0][: len(ranks)], rows, a[:, :n_cols], b[:, :128])
-        made.append((a, b))
-    assert torch.equal(made[0][0], made[1][0]) and torch.equal(made[0][1], made[1][1])
-    assert (made[1][0][:, n_cols:] == 7).all() and (made[1][1][:, 128:] == 7).all()
+        got.append((a, b))
+    assert torch.equal(got[0][0], got[1][0]) and torch.equal(got[0][1], got[1][1])
+    assert (got[1][0][:, n_cols:] == 7).all() and (got[1][1][:, 128:] == 7).all()

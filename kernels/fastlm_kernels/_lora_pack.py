@@ -93,7 +93,10 @@ def pack_adapters(
     n_ranks, n_cols = a_out.shape
     n_rows = b_out.shape[0]
     parts = [t for pair in loras for t in pair]
-    is_plain = all(t.dtype == a_out.dtype and t.is_contiguous() for t in parts)
+    # float32 adapters under autocast are rounded on the way
+    is_plain = parts[0].dtype in (a_out.dtype, torch.float32) and all(
+        t.dtype == parts[0].dtype and t.is_contiguous() for t in parts
+    )
     if not is_plain or len(loras) > MAX_ADAPTERS or n_ranks % BLOCK or not runs_triton(a_out):
         _pack_torch(loras, scalings, rows, a_out, b_out)
         return
