@@ -24,7 +24,7 @@ def _missing_flash_attention_4() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return "the package flash-attn-4 is not installed"
     try:
-        import flash_attn.cute  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
+        import flash_attn.cute.utils  # type: ignore[import-not-found,unused-ignore]  # noqa: F401
     except ImportError as error:
         reason = f"flash-attn-4 {version} does not import: {error}"
         _log.warning("%s; attention runs on the next library", reason)

@@ -7,6 +7,7 @@ Dense tensors are q [B, S, H, E], k [B, Skv, K, E] and v [B, Skv, K, Ev], packed
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from typing import Any
 
@@ -70,6 +71,21 @@ def _causal_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor, scale: float, windo
     return sdpa(name, q, k, v, scale, False, _causal_mask(n_queries, n_keys, window, q.device))
 
 
+@functools.lru_cache(maxsize=16)
+def _softcap_functions(softcap: float) -> dict[str, Any]:
+    """flash-attn-4's own functions of a softcap, as arguments of its calls.
+
+    Its argument `softcap` makes them anew in every call, and the host hashes each new one by reading its source file,
+    which takes longer than a layer's other work; a function that stays keeps its hash.
+    """
+    from flash_attn.cute.utils import (  # type: ignore[import-not-found,unused-ignore]
+        create_softcap_scoremod,
+        create_softcap_scoremod_bwd,
+    )
+
+    return dict(score_mod=create_softcap_scoremod(softcap), score_mod_bwd=create_softcap_scoremod_bwd(softcap))
+
+
 def _flash_attention_4(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, deterministic: bool,
     **lengths: Any,
@@ -81,9 +97,10 @@ def _flash_attention_4(
     )
 
     out, _ = (flash_attn_varlen_func if lengths else flash_attn_func)(
-        q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic, softcap=softcap or 0.0,
+        q, k, v, softmax_scale=scale, causal=True, deterministic=deterministic,
         # its window counts the keys to the left of the query's own
-        window_size=(None, None) if window is None else (window - 1, 0), **lengths,
+        window_size=(None, None) if window is None else (window - 1, 0),
+        **({} if softcap is None else _softcap_functions(softcap)), **lengths,
     )  # fmt: skip
     return out
 
