@@ -222,3 +222,20 @@ def test_statistics_of_tokens(name):
     (got.log_probs * weights).sum().backward()
     for (parameter_name, truth), ours_p in zip(stock.named_parameters(), ours.parameters(), strict=True):
         assert tiny.relative(ours_p.grad, truth.grad) <= 1e-5, parameter_name
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_statistics_are_those_of_trl(name):
+    """TRL's fused head reads caps, scales and divisors from the config by itself; ours answers in its place."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    stock, ours = bound_head(name)
+    add_fused_lm_head(stock, outputs=("log_probs", "entropy", "is_top1"))
+    batch = tiny.padded_batch()
+    with torch.no_grad():
+        want = stock(**batch, fused_lm_head=True)
+        got = ours(**batch, **{TOKEN_OUTPUT: lambda **fields: fields})
+    assert abs(got["loss"] - want.loss) <= 1e-5 * want.loss
+    assert tiny.relative(got["statistics"].log_probs, want.log_probs) <= 1e-5
+    assert tiny.relative(got["statistics"].entropy, want.entropy) <= 1e-5
+    assert torch.equal(got["statistics"].is_top1, want.is_top1) and torch.equal(got["label_mask"], want.label_mask)
