@@ -5,7 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from fastlm_kernels._attention_triton import triton_attention_bwd, triton_attention_fwd
+from fastlm_kernels.attention import attention_reference
 from fastlm_kernels.glu import glu_bwd, glu_fwd, glu_reference
+from fastlm_kernels.layer_norm import layer_norm_bwd, layer_norm_fwd, layer_norm_reference
 from fastlm_kernels.nf4 import NF4Weight, nf4_decode, nf4_decode_reference
 from fastlm_kernels.rms_norm import rms_norm_bwd, rms_norm_fwd, rms_norm_reference
 
@@ -33,8 +36,8 @@ def _random(columns=COLUMNS, seed=0):
     return x
 
 
-def _chunks():
-    return [slice(start, min(start + CHUNK, ROWS)) for start in range(0, ROWS, CHUNK)]
+def _chunks(n_rows=ROWS):
+    return [slice(start, min(start + CHUNK, n_rows)) for start in range(0, n_rows, CHUNK)]
 
 
 def _assert_close(got, expected):
@@ -56,6 +59,53 @@ def test_rms_norm():
         _assert_close(dx[rows], leaves[0].grad)
         total += leaves[1].grad
     torch.testing.assert_close(dweight.double(), total, rtol=ROUNDING, atol=1e-3 * float(total.abs().max()))
+
+
+# one hidden state a row, one that the backward cannot hold in registers, and heads with a weight of each
+@pytest.mark.parametrize("shape", [(COLUMNS,), (4 * COLUMNS,), (32, COLUMNS // 32)], ids=["hidden", "long", "heads"])
+def test_add_layer_norm(shape):
+    x = _random().view(-1, *shape)
+    weight, bias = x[0].clone(), x[1].clone()
+    y, h, mean, rstd = layer_norm_fwd(x, weight, bias, 1e-5, residual=x)
+    # the gradient of y itself and of h: dy = y, dh = x
+    dx, *sums = layer_norm_bwd(y, h, weight, mean, rstd, dh=x, needs_weight=True, needs_bias=True)
+    totals = [torch.zeros(shape, dtype=torch.float64, device="cuda") for _ in range(2)]
+    for rows in _chunks(len(x)):
+        assert torch.equal(h[rows], x[rows] + x[rows])
+        leaves = [h[rows].float().requires_grad_(), weight.float().requires_grad_(), bias.float().requires_grad_()]
+        expected = layer_norm_reference(*leaves, 1e-5)
+        _assert_close(y[rows], expected)
+        expected.backward(y[rows].float())
+        _assert_close(dx[rows], leaves[0].grad + x[rows].float())
+        for total, leaf in zip(totals, leaves[1:], strict=True):
+            total += leaf.grad
+    for got, total in zip(sums, totals, strict=True):
+        torch.testing.assert_close(got.double(), total, rtol=ROUNDING, atol=1e-3 * float(total.abs().max()))
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_triton_attention(is_packed):
+    n_tokens, n_heads, head_size = 1024, 32, 256
+    shape = (ROWS * COLUMNS // (n_tokens * n_heads * head_size) + 1, n_tokens, n_heads, head_size)
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = [torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator) for _ in range(3)]
+    assert qkv[0].numel() > 2**31
+    rule = dict(scale=head_size**-0.5, window=300, softcap=5.0)
+    cu_seqlens = None
+    if is_packed:
+        cu_seqlens = torch.arange(0, (shape[0] + 1) * n_tokens, n_tokens, dtype=torch.int32, device="cuda")
+        qkv = [x.view(1, -1, n_heads, head_size) for x in qkv]
+    out, lse = triton_attention_fwd(*qkv, **rule, cu_seqlens=cu_seqlens)
+    # the gradients of half its square: dout = out
+    gradients = triton_attention_bwd(out, *qkv, out, lse, **rule, cu_seqlens=cu_seqlens)
+    for sequence in (0, shape[0] // 2, shape[0] - 1):
+        q, k, v, o, *got = (x.view(shape)[sequence : sequence + 1].float() for x in (*qkv, out, *gradients))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        truth = attention_reference(*leaves, **rule)
+        truth.backward(o)
+        for ours, exact in zip((o, *got), (truth.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+            # probabilities and their gradients are rounded, so small values are sums of larger ones' roundings
+            assert torch.linalg.vector_norm(ours - exact) <= 2 * ROUNDING * torch.linalg.vector_norm(exact)
 
 
 def test_glu_on_halves_of_one_buffer():
