@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,10 +94,15 @@ class LinearView:
 _IDLE_HOOK = "install_output_capuring_hook.<locals>.output_capturing_hook"
 
 
+def _is_idle(hook: Any) -> bool:
+    # other hooks may be any callable
+    return isinstance(hook, types.FunctionType) and hook.__qualname__ == _IDLE_HOOK
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling this module does more than its forward: such a module must be called, not read."""
     return bool(
-        (module._forward_hooks and any(h.__qualname__ != _IDLE_HOOK for h in module._forward_hooks.values()))
+        (module._forward_hooks and not all(_is_idle(hook) for hook in module._forward_hooks.values()))
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -167,7 +173,7 @@ def view_linear(module: nn.Module, x: Tensor) -> LinearView | str:
             return f"its weight is {weight.dtype} and its input {x.dtype}"
         dtype = out_dtype = autocast or x.dtype
     else:
-        return f"{type(base).__name__} is not a plain or 4-bit linear layer"
+        return f"{type(base).__module__}.{type(base).__name__} is not a plain or 4-bit linear layer"
     if weight.device != x.device if isinstance(weight, Tensor) else weight.packed.device != x.device:
         return "its weight lies on another device"
     lora_dtype = autocast

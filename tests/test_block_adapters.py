@@ -1,0 +1,454 @@
+"""Adapters of every setting inside a layer that runs as one function: what PEFT computes, and which of them stay PEFT's."""
+
+import copy
+
+import peft
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from torch import nn
+
+import fastlm
+from fastlm_kernels import _stacked
+
+EXACT = 1e-5
+BATCH = tiny.padded_batch()
+X = tiny.ids(2, 40)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def models(name="llama", dtype=torch.float32):
+    return tiny.model(name, dtype), tiny.model(name, dtype, "sdpa")
+
+
+def pair(name="llama", dtype=torch.float32, **settings):
+    stock, ours = models(name, dtype)
+    return tiny.with_lora(stock, **settings), fastlm.patch_model(tiny.with_lora(ours, **settings), strict=True)
+
+
+def layer_rows(made):
+    return [row for row in fastlm.report(made) if ".layers." in row.layer]
+
+
+def assert_block(made):
+    """Every layer is a block that ran and never fell back."""
+    rows = layer_rows(made)
+    assert rows and all(
+        row.path == "block" and row.calls and not row.fallback_calls and not row.reason for row in rows
+    ), rows
+
+
+def fill(made, adapter, seed=9):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(made.named_parameters()):
+        if f".{adapter}." in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def assert_same_step(stock, ours, batch=None, seed=None, tolerance=EXACT, **call):
+    results = []
+    for made in (stock, ours):
+        if seed is not None:
+            torch.manual_seed(seed)
+        results.append(tiny.loss_and_gradients(made, batch or BATCH, **call))
+    (want_loss, want), (loss, got) = results
+    assert abs(loss - want_loss) <= tolerance * want_loss
+    assert set(got) == set(want) and want
+    for name in want:
+        assert tiny.relative(got[name], want[name]) <= tolerance or (got[name] - want[name]).abs().max() <= 1e-7, name
+
+
+def logits(made):
+    with torch.no_grad():
+        return made.eval()(input_ids=X, use_cache=False).logits
+
+
+def recomputing(*made):
+    for one in made:
+        one.gradient_checkpointing_enable(dict(use_reentrant=False))
+        one.enable_input_require_grads()
+
+
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    **{name: dict(targets=[name]) for name in tiny.LINEAR},
+    "attention-only": dict(targets=tiny.LINEAR[:4]),
+    "mlp-only": dict(targets=tiny.LINEAR[4:]),
+    "q-v": dict(targets=["q_proj", "v_proj"]),
+    "one-expression": dict(targets=r".*layers\.1\..*(k|gate)_proj"),
+    "ranks": dict(rank_pattern={"q_proj": 7, r"layers\.1\.mlp\.up_proj": 2, "v_proj": 1}),
+    "alphas": dict(alpha_pattern={"up_proj": 5, r"layers\.0\..*o_proj": 31}),
+    "ranks-and-alphas": dict(rank_pattern={"k_proj": 6, "down_proj": 3}, alpha_pattern={"k_proj": 1, "q_proj": 9}),
+    "rslora": dict(use_rslora=True, rank_pattern={"o_proj": 9}),
+    "bias-all": dict(bias="all"),
+    "bias-lora-only": dict(bias="lora_only", targets=["q_proj", "o_proj", "down_proj"]),
+    "some-layers": dict(layers_to_transform=[1]),
+    "excluded": dict(exclude_modules=r".*layers\.0\.self_attn.*"),
+    "saved-head": dict(modules_to_save=["lm_head"]),
+    "saved-head-and-embeddings": dict(modules_to_save=["lm_head", "embed_tokens"], targets=["v_proj"]),
+    "saved-last-norm": dict(modules_to_save=["model.norm"]),
+    "new-token-rows": dict(trainable_token_indices=[5, 9]),
+}
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_settings(kind, recompute):
+    stock, ours = pair("llama-biases", **copy.deepcopy(SETTINGS[kind]))
+    if recompute:
+        recomputing(stock, ours)
+    assert_same_step(stock, ours)
+    assert_same_step(stock, ours, tiny.packed_batch(), use_cache=False)
+    assert_block(ours)
+    assert tiny.relative(logits(ours), logits(stock)) <= EXACT
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+@pytest.mark.parametrize("name", ["qwen2", "granite", "seed_oss", "arcee", "ernie4_5"])
+def test_biases_of_families(name, bias):
+    stock, ours = pair(name, bias=bias)
+    assert any(p.requires_grad and n.endswith("bias") for n, p in ours.named_parameters())
+    assert_same_step(stock, ours)
+    assert_block(ours)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_adapters_before_and_after_patching(when):
+    stock, ours = models()
+    stock = tiny.with_lora(stock)
+    ours = fastlm.patch_model(ours) if when != "before" else ours
+    ours = tiny.with_lora(ours)
+    ours = fastlm.patch_model(ours, strict=True) if when != "after" else ours
+    assert_same_step(stock, ours)
+    assert_block(ours)
+
+
+# --- initialisations -------------------------------------------------------------------------------------------------
+
+INITIAL = ["gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", False, True]
+
+
+@pytest.mark.parametrize("init", INITIAL, ids=str)
+def test_initialisations(init):
+    """They change the base's weights or the adapter's, before or after patching; the block reads what there is."""
+    made = []
+    for i, base in enumerate((*models(), tiny.model("llama", attention="sdpa"))):
+        base = fastlm.patch_model(base) if i == 2 else base
+        torch.manual_seed(5)
+        config = LoraConfig(
+            target_modules=tiny.LINEAR, r=4, lora_alpha=12, init_lora_weights=init, task_type="CAUSAL_LM"
+        )
+        made.append(peft.get_peft_model(base, config))
+    stock, before, after = made
+    fastlm.patch_model(before, strict=True)
+    for ours in (before, after):
+        # pissa's randomised decomposition differs in the last bits between runs; all have the first one's numbers
+        ours.load_state_dict(stock.state_dict())
+        assert_same_step(stock, ours)
+        assert_block(ours)
+
+
+def test_loftq():
+    """PEFT quantizes the base on a CUDA device; on others its own error says so, and fastlm adds none."""
+    if not torch.cuda.is_available():
+        pytest.skip("PEFT's LoftQ quantizes on an accelerator only")
+    base = tiny.model("llama", attention="sdpa", intermediate_size=128).cuda()
+    config = LoraConfig(
+        target_modules=tiny.LINEAR, r=4, init_lora_weights="loftq", loftq_config=peft.LoftQConfig(loftq_bits=4)
+    )
+    ours = fastlm.patch_model(peft.get_peft_model(base, config), strict=True)
+    stock = copy.deepcopy(fastlm.revert(copy.deepcopy(ours)))
+    assert_same_step(stock, ours, tolerance=1e-4)
+    assert_block(ours)
+
+
+def test_eva():
+    """EVA measures activations through hooks on the projections, of a patched model too; ranks differ between layers afterwards."""
+    made = []
+    for base in models():
+        config = LoraConfig(
+            target_modules=tiny.LINEAR,
+            r=4,
+            init_lora_weights="eva",
+            eva_config=peft.EvaConfig(rho=2.0),
+            task_type="CAUSAL_LM",
+        )
+        base = fastlm.patch_model(base) if made else base
+        torch.manual_seed(5)
+        wrapped = peft.get_peft_model(base, config, low_cpu_mem_usage=True)
+        batches = [dict(input_ids=tiny.ids(4, 24, seed), attention_mask=torch.ones(4, 24)) for seed in range(4)]
+        peft.initialize_lora_eva_weights(wrapped, batches, show_progress_bar=False)
+        made.append(wrapped)
+    stock, ours = made
+    assert len({p.shape for n, p in ours.named_parameters() if "q_proj.lora_A" in n or "down_proj.lora_B" in n}) > 1
+    ours.load_state_dict(stock.state_dict())
+    fill(stock, "default"), fill(ours, "default")
+    before = [row.fallback_calls for row in layer_rows(ours)]
+    fastlm.patch_model(ours, strict=True)
+    assert_same_step(stock, ours)
+    assert [row.fallback_calls for row in layer_rows(ours)] == before
+    assert all(row.path == "block" for row in layer_rows(ours))
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+class OurMask(nn.Dropout):
+    """The mask that a block draws, for PEFT's own layer: a seed of each projection in the order they are called."""
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        seed = int(torch.randint(2**62, ()))
+        return _stacked._dropout(x.reshape(-1, x.shape[-1]), self.p, seed).view(x.shape)
+
+
+def with_our_masks(made):
+    for module in made.modules():
+        if isinstance(module, peft.tuners.lora.LoraLayer):
+            for name, dropout in module.lora_dropout.items():
+                if isinstance(dropout, nn.Dropout):
+                    module.lora_dropout[name] = OurMask(dropout.p)
+    return made
+
+
+DROPOUTS = {
+    "all": dict(lora_dropout=0.3),
+    "few-targets": dict(lora_dropout=0.5, targets=["k_proj", "up_proj"]),
+    "ranks": dict(lora_dropout=0.1, rank_pattern={"v_proj": 7}, use_rslora=True),
+    "biases": dict(lora_dropout=0.2, bias="all"),
+}
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_dropout_is_the_same_with_the_same_mask(kind, recompute):
+    stock, ours = pair("llama-biases", **copy.deepcopy(DROPOUTS[kind]))
+    with_our_masks(stock)
+    if recompute:
+        recomputing(stock, ours)
+    for seed in range(2):
+        assert_same_step(stock, ours, seed=seed)
+    assert_same_step(stock, ours, tiny.packed_batch(), seed=5, use_cache=False)
+    assert_block(ours)
+    assert tiny.relative(logits(ours), logits(stock)) <= EXACT
+
+
+def test_keeping_and_recomputing_draw_one_mask():
+    ours = pair(lora_dropout=0.4)[1]
+    steps = []
+    for recompute in (False, True):
+        recomputing(ours) if recompute else None
+        torch.manual_seed(3)
+        steps.append(tiny.loss_and_gradients(ours, BATCH))
+    assert torch.equal(steps[0][0], steps[1][0])
+    assert all(torch.equal(steps[0][1][name], steps[1][1][name]) for name in steps[0][1])
+    torch.manual_seed(4)
+    assert not torch.equal(tiny.loss_and_gradients(ours, BATCH)[0], steps[0][0])
+    # the masks of a graph's second use are those of its first
+    loss = ours.train()(**BATCH).loss
+    parameters = [p for p in ours.parameters() if p.requires_grad]
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    torch.manual_seed(77)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, parameters), strict=True))
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_adapters_in_float32_over_a_bfloat16_base(dropout, recompute):
+    """Outside autocast PEFT computes them in float32: at most 1.1 times its error, with the same mask."""
+    exact = with_our_masks(tiny.with_lora(tiny.model("llama", torch.bfloat16).float(), lora_dropout=dropout))
+    stock, ours = pair(dtype=torch.bfloat16, lora_dropout=dropout)
+    assert {p.dtype for n, p in ours.named_parameters() if "lora_" in n} == {torch.float32}
+    with_our_masks(stock)
+    if recompute:
+        recomputing(stock, ours)
+    errors = [0.0, 0.0]
+    for seed in range(6):
+        batch = dict(input_ids=tiny.ids(2, 24, seed), labels=tiny.ids(2, 24, seed))
+        steps = []
+        for made in (exact, stock, ours):
+            torch.manual_seed(seed)
+            loss, gradients = tiny.loss_and_gradients(made, batch)
+            assert all(g.dtype == torch.float32 for g in gradients.values())
+            steps.append(torch.cat([gradients[name].flatten() for name in sorted(gradients)]))
+        for i in range(2):
+            errors[i] += tiny.relative(steps[1 + i], steps[0])
+    assert errors[1] <= 1.1 * errors[0], errors
+    assert_block(ours)
+
+
+# --- several adapters ------------------------------------------------------------------------------------------------
+
+
+def two_adapters():
+    stock, ours = pair()
+    for made in (stock, ours):
+        made.add_adapter(
+            "second", LoraConfig(target_modules=["q_proj", "down_proj"], r=6, lora_alpha=3, task_type="CAUSAL_LM")
+        )
+        fill(made, "second")
+    return stock, ours
+
+
+def test_switching():
+    stock, ours = two_adapters()
+    seen = []
+    for name in ("default", "second", "default"):
+        for made in (stock, ours):
+            made.set_adapter(name)
+        assert_same_step(stock, ours)
+        seen.append(logits(ours))
+        assert tiny.relative(seen[-1], logits(stock)) <= EXACT
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[0], seen[1])
+    for made in (stock, ours):
+        made.delete_adapter("default")
+        made.set_adapter("second")
+    assert_same_step(stock, ours)
+    assert_block(ours)
+
+
+def test_two_at_once_run_stock():
+    stock, ours = two_adapters()
+    fastlm.patch_model(ours, strict=False)
+    for made in (stock, ours):
+        made.base_model.set_adapter(["default", "second"])
+    assert_same_step(stock, ours)
+    assert all("2 adapters are active at once" in row.reason and row.fallback_calls for row in layer_rows(ours))
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_reference_without_the_adapter_between_forward_and_backward(dropout, recompute):
+    """As preference losses have it: the adapter is off for a pass without gradients, and the step is right."""
+    stock, ours = pair(lora_dropout=dropout)
+    with_our_masks(stock)
+    if recompute:
+        recomputing(stock, ours)
+    results = []
+    for made in (stock, ours):
+        steps = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            made.train().zero_grad()
+            policy = made(**BATCH).loss
+            with torch.no_grad(), made.disable_adapter():
+                reference = made(**BATCH).loss
+            (policy - reference).square().backward()
+            steps += [
+                policy.detach(),
+                reference,
+                *(p.grad for _, p in sorted(made.named_parameters()) if p.requires_grad),
+            ]
+            with torch.no_grad():
+                for parameter in made.parameters():
+                    if parameter.requires_grad:
+                        parameter -= 0.01 * parameter.grad
+        results.append(steps)
+    assert len(results[0]) == len(results[1])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert tiny.relative(got, want) <= EXACT
+    assert_block(ours)
+
+
+def test_a_reference_adapter():
+    """A second, frozen adapter as the reference of a preference loss."""
+    stock, ours = two_adapters()
+    results = []
+    for made in (stock, ours):
+        made.train().zero_grad()
+        policy = made(**BATCH).loss
+        made.set_adapter("second")
+        with torch.no_grad():
+            reference = made(**BATCH).loss
+        made.set_adapter("default")
+        (policy - reference).square().backward()
+        results.append(
+            [policy.detach(), reference, *(p.grad for _, p in sorted(made.named_parameters()) if p.grad is not None)]
+        )
+    assert len(results[0]) == len(results[1]) > 2
+    assert all(tiny.relative(a, b) <= EXACT for a, b in zip(*results, strict=True))
+    assert_block(ours)
+
+
+def test_merging_and_unmerging():
+    stock, ours = pair()
+    before = logits(ours)
+    for made in (stock, ours):
+        made.merge_adapter()
+    assert tiny.relative(logits(ours), logits(stock)) <= EXACT and tiny.relative(logits(ours), before) <= EXACT
+    assert_block(ours)
+    for made in (stock, ours):
+        made.unmerge_adapter()
+    assert_same_step(stock, ours)
+    assert_block(ours)
+    merged = [made.merge_and_unload() for made in (stock, ours)]
+    assert tiny.relative(logits(merged[1]), logits(merged[0])) <= EXACT
+    assert_block(merged[1])
+    stock, ours = (tiny.with_lora(made.requires_grad_(False), seed=3) for made in merged)
+    assert_same_step(stock, ours)
+    assert_block(ours)
+
+
+def test_a_disabled_adapter_that_is_merged_runs_stock():
+    """PEFT unmerges it at the call, which is its own to do."""
+    stock, ours = pair()
+    fastlm.patch_model(ours, strict=False)
+    for made in (stock, ours):
+        made.merge_adapter()
+    with stock.disable_adapter(), ours.disable_adapter():
+        assert tiny.relative(logits(ours), logits(stock)) <= EXACT
+    assert all("a disabled adapter is still merged" in row.reason for row in layer_rows(ours))
+    assert_same_step(stock, ours)
+
+
+# --- what stays PEFT's -----------------------------------------------------------------------------------------------
+
+TASK = dict(task_type="CAUSAL_LM")
+OTHERS = {
+    "dora": (LoraConfig(target_modules=tiny.LINEAR, r=4, use_dora=True, **TASK), "is a LoRA variant (DoraLinearVariant)"),
+    "lora-bias": (LoraConfig(target_modules=tiny.LINEAR, r=4, lora_bias=True, **TASK), "is more than two plain matrices"),
+    "vera": (peft.VeraConfig(target_modules=["q_proj", "o_proj"], r=4, **TASK), "vera.layer.Linear is not a plain"),
+    "adalora": (peft.AdaLoraConfig(target_modules=tiny.LINEAR, init_r=4, total_step=10, **TASK), "SVDLinear is not a plain"),
+    "lokr": (peft.LoKrConfig(target_modules=tiny.LINEAR, r=4, **TASK), "lokr.layer.Linear is not a plain"),
+    "oft": (peft.OFTConfig(target_modules=tiny.LINEAR, r=0, oft_block_size=8, **TASK), "oft.layer.Linear is not a plain"),
+    "ia3": (
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **TASK),
+        "ia3.layer.Linear is not a plain",
+    ),
+    "saved-projection": (
+        LoraConfig(target_modules=["q_proj"], r=4, modules_to_save=["down_proj"], **TASK), "ModulesToSaveWrapper is not a plain"
+    ),
+    "saved-norm": (
+        LoraConfig(target_modules=["q_proj"], r=4, modules_to_save=["input_layernorm"], **TASK), "a norm is a ModulesToSaveWrapper"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_kinds_run_stock_and_say_why(kind):
+    config, reason = OTHERS[kind]
+    made = []
+    for base in models():
+        torch.manual_seed(5)
+        one = peft.get_peft_model(base, copy.deepcopy(config))
+        generator = torch.Generator().manual_seed(3)
+        for _, parameter in sorted(one.named_parameters()):
+            if parameter.requires_grad:
+                parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        made.append(one)
+    stock, ours = made[0], fastlm.patch_model(made[1])
+    assert_same_step(stock, ours)
+    assert tiny.relative(logits(ours), logits(stock)) <= EXACT
+    rows = layer_rows(ours)
+    assert all(reason in row.reason for row in rows), [row.reason for row in rows]
+    with pytest.raises(RuntimeError):
+        fastlm.patch_model(ours, strict=True).train()(**BATCH)
