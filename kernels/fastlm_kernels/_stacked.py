@@ -91,7 +91,8 @@ def _dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """x with each value zeroed with probability p and the others scaled by 1 / (1 - p); the same seed, the same mask."""
     generator = torch.Generator(x.device).manual_seed(seed)
     keep = torch.empty(x.shape, dtype=x.dtype, device=x.device).bernoulli_(1.0 - p, generator=generator)
-    return x * keep.div_(1.0 - p)
+    # a number is not rounded to x's precision, as a mask that holds it would be: all values would be off by the same share
+    return (x * keep).mul_(1.0 / (1.0 - p))
 
 
 def _add_product(y: Tensor, left: Tensor, right: Tensor) -> None:
@@ -327,7 +328,7 @@ class StackedLinear:
 
     def _dropped(self, x: Tensor, i: int) -> Tensor:
         # the mask is its own transpose: a gradient passes where the input did
-        return _dropout(x, self.group.dropouts[i], self.group.seeds[i]).to(self.lora_dtype)
+        return _dropout(x.to(self.lora_dtype), self.group.dropouts[i], self.group.seeds[i])
 
     def make_high(self, dy: Tensor) -> None:
         """Make s dy B of each adapter from dy [T, sum N], as `low` holds x A^T."""
