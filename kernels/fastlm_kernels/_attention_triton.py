@@ -286,16 +286,26 @@ _TYPES = dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32") | {"cu_ptr": "*i32"} |
 
 
 def builds(cc: tuple[int, int], dtype: torch.dtype) -> list[Build]:
-    """The launches to assemble ahead of time: all that can be asked for at once, and an odd head size plain."""
+    """The launches to assemble ahead of time: all that can be asked for at once, at each size of tiles.
+
+    Chips with the tiles and the shared memory of 12.0 take the widest heads alone; 9.0 also an odd head size, and the
+    widest one in packed rows without a softcap.
+    """
     if cc < MIN_CAPABILITY:
         return []
+    # packed, windowed, capped
+    everything = (True, True, True)
+    asked = [(256, everything)]
+    if cc not in ((8, 6), (8, 9)):
+        asked += [(64, everything), (128, everything)]
+    if cc == (9, 0):
+        asked += [(80, (False, False, False)), (256, (True, False, False))]
+    if dtype is torch.float32:
+        asked = [(head_size, asks) for head_size, asks in asked if head_size <= largest_head_size(dtype)]
     found = []
     kernels = {"fwd": _attention_fwd_kernel, "dq": _attention_bwd_dq_kernel, "dkdv": _attention_bwd_dkdv_kernel}
-    for (name, function), head_size in itertools.product(kernels.items(), (64, 80, 128, 256)):
-        if head_size > largest_head_size(dtype):
-            continue
-        asks = head_size != 80
+    for (name, function), (head_size, asks) in itertools.product(kernels.items(), asked):
         tiles = _tiles(name, cc, head_size, dtype)
-        constants = _constants(cc, dtype, tiles, head_size, 2, asks, asks, asks)
+        constants = _constants(cc, dtype, tiles, head_size, 2, *asks)
         found.append(build(function, dtype, constants, tiles.num_warps, _TYPES))
     return found

@@ -452,12 +452,11 @@ def _builds(cc, dtype):
     settings = ((2048, True, True), (128256, False, False), (128256, True, False), (128256, True, True))
     for n_cols, has_metrics, has_all in settings:
         tile = _tile(n_cols, dtype.itemsize, has_all)
-        options = dict(HAS_SOFTCAP=has_all, HAS_SMOOTHING=has_all, HAS_ENTROPY=has_metrics, HAS_TOP1=has_metrics)
-        options |= dict(WRITES_GRADIENT=True, **tile)
+        options = tile | dict(HAS_SOFTCAP=has_all, HAS_SMOOTHING=has_all, WRITES_GRADIENT=True)
+        options |= dict(HAS_ENTROPY=has_metrics, HAS_TOP1=has_metrics)
         yield build(_cross_entropy_fwd_kernel, dtype, options, tile["LANES"] // 32, types)
         tile = _tile(n_cols, dtype.itemsize)
-        options = dict(HAS_SOFTCAP=has_all, **tile)
-        yield build(_cross_entropy_bwd_kernel, dtype, options, tile["LANES"] // 32, types)
+        yield build(_cross_entropy_bwd_kernel, dtype, dict(HAS_SOFTCAP=has_all) | tile, tile["LANES"] // 32, types)
 
 
 CASE = Case(

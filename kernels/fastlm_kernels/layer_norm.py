@@ -389,19 +389,19 @@ def _strided(inputs):
 
 def _builds(cc, dtype):
     types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32") | dict(eps="fp32")
-    for n_cols in (128, 2048, 4096, 8192, 16384):
+    # the shortest rows and the longest that each kernel holds
+    for n_cols in (128, 4096, MAX_COLUMNS):
         launch = _launch_fwd(n_cols)
         options = dict(HAS_RESIDUAL=True, HAS_WEIGHT=True, HAS_BIAS=True, BLOCK_T=launch.rows, BLOCK_D=launch.block)
         yield build(_layer_norm_fwd_kernel, dtype, options, launch.num_warps, types)
-        for has_sums in (False, True):
-            if n_cols <= (_MAX_FUSED_SUMS if has_sums else _MAX_HELD):
-                launch = _launch_bwd(n_cols, has_sums)
-                options = dict(
-                    HAS_DH=True, HAS_WEIGHT=True, HAS_DWEIGHT=has_sums, HAS_DBIAS=has_sums,
-                    BLOCK_T=launch.rows, BLOCK_D=launch.block,
-                )  # fmt: skip
-                made = build(_layer_norm_bwd_kernel, dtype, options, launch.num_warps, types)
-                yield dataclasses.replace(made, enable_fp_fusion=False)
+    for n_cols, has_sums in ((128, True), (128, False), (_MAX_FUSED_SUMS, True), (_MAX_HELD, False)):
+        launch = _launch_bwd(n_cols, has_sums)
+        options = dict(
+            HAS_DH=True, HAS_WEIGHT=True, HAS_DWEIGHT=has_sums, HAS_DBIAS=has_sums,
+            BLOCK_T=launch.rows, BLOCK_D=launch.block,
+        )  # fmt: skip
+        made = build(_layer_norm_bwd_kernel, dtype, options, launch.num_warps, types)
+        yield dataclasses.replace(made, enable_fp_fusion=False)
     launch = row_launch(_LONG_BLOCK, live_values=8)
     options = dict(HAS_DH=True, HAS_WEIGHT=True, BLOCK_D=launch.block)
     yield build(layer_norm_bwd_long_kernel, dtype, options, launch.num_warps, types)
