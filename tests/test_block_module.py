@@ -13,6 +13,7 @@ import training
 from accelerate.hooks import ModelHook, add_hook_to_module
 
 import fastlm
+from fastlm.block import function
 from fastlm.forwards.causal_lm import DeferredLogits
 from fastlm.patching import patch_of
 
@@ -288,6 +289,111 @@ def test_activation_offloading_under_a_trainer(tmp_path):
     stock, ours = (offloading(make(), tmp_path) for make in (training.stock, training.ours))
     training.assert_same_run(training.train(ours), training.train(stock))
     training.assert_ran_fast(ours.model)
+
+
+# --- who recomputes --------------------------------------------------------------------------------------------------
+
+CHECKPOINTING = [name for name in tiny.MODELS if "-" not in name]
+
+
+def flags(made):
+    """Of every layer: transformers' own flag, and the permission that a block keeps to itself."""
+    return [(layer.gradient_checkpointing, patch_of(layer).recomputes) for layer in layers(made)]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTING)
+def test_no_layer_is_replayed_and_the_model_tells_the_truth(name):
+    """In every family: a layer's forward runs once, what it keeps is what recomputing needs, and the flag says what is on."""
+    _, ours = pair(name, strict=True)
+    kept = training_bytes(ours)
+    ours.gradient_checkpointing_enable()
+    ours.enable_input_require_grads()
+    base = ours.get_base_model()
+    assert base.is_gradient_checkpointing and flags(ours) == [(False, True)] * 2
+    calls = [patch_of(layer).calls for layer in layers(ours)]
+    assert training_bytes(ours) < 0.7 * kept
+    assert [patch_of(layer).calls for layer in layers(ours)] == [n + 1 for n in calls]
+    ours.gradient_checkpointing_disable()
+    assert not base.is_gradient_checkpointing and flags(ours) == [(False, False)] * 2
+    assert training_bytes(ours) == kept
+    ours.gradient_checkpointing_enable()
+    fastlm.revert(ours)
+    assert base.is_gradient_checkpointing and all(layer.gradient_checkpointing for layer in layers(ours))
+
+
+def training_bytes(made):
+    """What a step keeps for its backward in distinct memories, apart from parameters."""
+    memories, own = {}, {p.untyped_storage().data_ptr() for p in made.parameters()}
+
+    def pack(tensor):
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in own:
+            # held, so that no address is given out twice
+            memories[memory.data_ptr()] = memory
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step(made)
+    return sum(memory.nbytes() for memory in memories.values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_permission_from_before_patching_and_in_copies(reentrant):
+    stock, ours = (tiny.with_lora(tiny.model("llama", attention=kind)) for kind in ("eager", "sdpa"))
+    for made in (stock, ours):
+        made.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
+    fastlm.patch_model(ours, strict=True)
+    twin = copy.deepcopy(ours)
+    fastlm.patch_model(ours, strict=True)
+    want = step(stock)
+    for made in (ours, twin):
+        assert made.get_base_model().is_gradient_checkpointing and flags(made) == [(False, True)] * 2
+        close(step(made), want)
+        assert_block(made)
+    fastlm.revert(twin)
+    assert flags(ours) == [(False, True)] * 2 and all(layer.gradient_checkpointing for layer in layers(twin))
+    close(step(twin), want)
+
+
+def test_a_layer_that_runs_stock_is_replayed():
+    """The permission goes on to transformers' own function where a layer is no block; its neighbours are not replayed."""
+    stock, ours = pair(strict=False, recompute=True, num_hidden_layers=3)
+    for made in (stock, ours):
+        layers(made)[1].mlp.register_forward_hook(lambda m, args, out: out * 0.5)
+    seen = []
+    layers(ours)[1].post_attention_layernorm.register_forward_pre_hook(lambda m, args: seen.append(1))
+    close(step(ours), step(stock))
+    assert len(seen) == 2 and [patch_of(layer).calls for layer in layers(ours)] == [1, 1, 1]
+    assert [row.fallback_calls for row in layer_rows(ours)] == [0, 1, 0]
+
+
+def test_every_second_layer():
+    stock, ours = pair(num_hidden_layers=4)
+    sizes = []
+    for n in (None, 2, 1):
+        if n is not None:
+            ours.get_base_model().gradient_checkpointing_enable(every_n_layers=n)
+            assert [recomputes for _, recomputes in flags(ours)] == [i % n == 0 for i in range(4)]
+        sizes.append(training_bytes(ours))
+    assert sizes[0] > sizes[1] > sizes[2]
+    close(step(ours), step(stock))
+
+
+def test_adapters_in_the_top_half_under_a_trainer(tmp_path, monkeypatch):
+    """TRL's defaults: the frozen layers below run once in a step, and have no backward."""
+    made = tiny.with_lora(tiny.model("llama", num_hidden_layers=4), layers_to_transform=[2, 3])
+    want = training.train(training.sft(made, tmp_path))
+    ours = tiny.with_lora(tiny.model("llama", attention="sdpa", num_hidden_layers=4), layers_to_transform=[2, 3])
+    fastlm.patch_model(ours, strict=True)
+    backward, seen = function.BlockFunction.backward, []
+    counted = lambda ctx, dy: seen.append(ctx.needs_input_grad[0]) or backward(ctx, dy)
+    monkeypatch.setattr(function.BlockFunction, "backward", staticmethod(counted))
+    trainer = training.sft(ours, tmp_path)
+    assert trainer.args.gradient_checkpointing
+    training.assert_same_run(training.train(trainer), want)
+    assert seen == [True, False] * 3 and [patch_of(layer).calls for layer in layers(ours)] == [3, 3, 3, 3]
+    assert ours.get_base_model().is_gradient_checkpointing
+    assert_block(ours)
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
