@@ -289,7 +289,7 @@ def builds(cc: tuple[int, int], dtype: torch.dtype) -> list[Build]:
     """The launches to assemble ahead of time: all that can be asked for at once, at each size of tiles.
 
     Chips with the tiles and the shared memory of 12.0 take the widest heads alone; 9.0 also an odd head size, and the
-    widest one in packed rows without a softcap.
+    widest ones with a window and a softcap or packed alone, whose registers are the scarcest.
     """
     if cc < MIN_CAPABILITY:
         return []
@@ -299,7 +299,7 @@ def builds(cc: tuple[int, int], dtype: torch.dtype) -> list[Build]:
     if cc not in ((8, 6), (8, 9)):
         asked += [(64, everything), (128, everything)]
     if cc == (9, 0):
-        asked += [(80, (False, False, False)), (256, (True, False, False))]
+        asked += [(80, (False, False, False)), (256, (True, False, False)), (256, (False, True, True))]
     if dtype is torch.float32:
         asked = [(head_size, asks) for head_size, asks in asked if head_size <= largest_head_size(dtype)]
     found = []
