@@ -20,7 +20,7 @@ from torch import Tensor
 from fastlm.block.heads import heads_bwd, heads_fwd, turns_in_place
 from fastlm.block.mlp import act_fwd, mlp_bwd
 from fastlm.block.norms import Statistics, norm_bwd, norm_fwd
-from fastlm.block.spec import RECOMPUTE_ALL, Layer, MemoryPlan
+from fastlm.block.spec import RECOMPUTE_ALL, Layer, MemoryPlan, Norm
 from fastlm_kernels._attention_record import attention_bwd, attention_recorded
 from fastlm_kernels.attention import attention
 from fastlm_kernels.lora import StackedLinear
@@ -133,7 +133,11 @@ def _norm_again(added: _Added, layer: Layer, linear: StackedLinear) -> None:
 
 
 class BlockFunction(torch.autograd.Function):
-    """y = layer(x). Inputs: x [B, S, D], cos and sin [B or 1, S, R], the layer, and (bias, A, B) of each projection."""
+    """y = layer(x).
+
+    Inputs: x [B, S, D], cos and sin [B or 1, S, R], the layer, (bias, A, B) of each projection, and the biases of the attention's
+    and the MLP's norm, which are there for their gradients alone.
+    """
 
     @staticmethod
     def forward(ctx, x, cos, sin, layer, *tensors):  # type: ignore[override]
@@ -204,6 +208,7 @@ class BlockFunction(torch.autograd.Function):
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
         linears = _linears(layer, tensors, rows, plan, is_forward=False)
         needed = _shares(ctx.needs_input_grad[4:], linears)
+        trains_attention_bias, trains_mlp_bias = ctx.needs_input_grad[-2:]
         # --- what the plan makes again
         n, n_statistics = _read(rows, layer, linears.qkv)
         packed = kept["packed"] if plan.qkv else linears.qkv.forward(n)
@@ -237,6 +242,7 @@ class BlockFunction(torch.autograd.Function):
         )
         del dz, read, gate_up
         assert dread is not None  # it was asked for
+        mlp_bias = _bias_grad(layer.mlp_norm, dread) if trains_mlp_bias else None
         # --- the residual stream behind the attention
         if spec.is_parallel:
             dh = dy
@@ -262,17 +268,26 @@ class BlockFunction(torch.autograd.Function):
         heads_bwd(dq, dk, dv, heads, packed, cos, sin, layer, dpacked)
         del dq, dk, dv, heads, packed
         # --- the input
-        dx = None
-        if needs_dx:
+        dx = attention_bias = None
+        norm = layer.attention_norm
+        if needs_dx or trains_attention_bias:
             dn = linears.qkv.backward_x(dpacked)
             dn = dn.add_(dread) if spec.is_parallel else dn
-            norm = layer.attention_norm
-            dx = dn.add_(dh) if norm is None else norm_bwd(norm, dn, rows, n_statistics, dh=dh)
-            dx = dx.view(x.shape)
         else:
             linears.qkv.make_high(dpacked)
+        if trains_attention_bias:
+            attention_bias = _bias_grad(norm, dn)
+        if needs_dx:
+            dx = dn.add_(dh) if norm is None else norm_bwd(norm, dn, rows, n_statistics, dh=dh)
+            dx = dx.view(x.shape)
         qkv_grads = linears.qkv.backward_adapters(dpacked, n, needed[0])
-        return dx, None, None, None, *qkv_grads, *out_grads, *mlp_grads
+        return dx, None, None, None, *qkv_grads, *out_grads, *mlp_grads, attention_bias, mlp_bias
+
+
+def _bias_grad(norm: Norm | None, dy: Tensor) -> Tensor:
+    """Gradient of a LayerNorm's bias from that of its output [T, D]."""
+    assert norm is not None and norm.bias is not None
+    return dy.sum(0, dtype=torch.float32).to(norm.bias.dtype)
 
 
 def _act(gate_up: Tensor, layer: Layer, down: StackedLinear) -> Tensor:

@@ -110,14 +110,14 @@ def trains_own_weights(layer: nn.Module) -> bool:
     )
 
 
-def _norm(module: nn.Module, x: Tensor, family: Family) -> Norm:
+def _norm(module: nn.Module, x: Tensor, family: Family, may_train_bias: bool = False) -> Norm:
     if type(module).__name__ != family.norm or adapters.has_hooks(module):
         raise _Stock(
             f"a norm is a {type(module).__name__}" if type(module).__name__ != family.norm else "a norm has hooks"
         )
     weight, bias = module.weight, module.bias if isinstance(module, nn.LayerNorm) else None
     casts = family.norm_casts_before_weight and not family.has_layer_norm
-    if weight.requires_grad or (bias is not None and bias.requires_grad):
+    if weight.requires_grad or (bias is not None and bias.requires_grad and not may_train_bias):
         raise _Elsewhere
     if casts and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
         raise _Elsewhere
@@ -140,7 +140,7 @@ def _views(modules: tuple[nn.Module, ...], x: Tensor) -> list[adapters.LinearVie
 def _describe(
     self: nn.Module, facts: LayerFacts, x: Tensor, mask: Any, recomputes: bool, kwargs: dict[str, Any]
 ) -> tuple[Layer, list[Tensor | None]]:
-    """The layer at this call, and (bias, A, B) of each of its projections."""
+    """The layer at this call, (bias, A, B) of each of its projections, and the biases of its attention's and MLP's norm."""
     attn, mlp, family = self.self_attn, self.mlp, facts.family
     if type(attn).__name__ != family.attention or type(mlp).__name__ != family.mlp:
         raise _Stock(f"its halves are a {type(attn).__name__} and a {type(mlp).__name__}")
@@ -155,9 +155,11 @@ def _describe(
     if self.training and attn.attention_dropout:
         raise _Stock("attention dropout is on")
     mlp_norm = None if facts.spec.is_parallel else family.mlp_norm
+    names = (family.attention_norm, family.attention_out_norm, mlp_norm, family.mlp_out_norm)
+    # the block gives a gradient to the biases of norms before the halves
     norms = [
-        None if name is None else _norm(getattr(self, name), x, family)
-        for name in (family.attention_norm, family.attention_out_norm, mlp_norm, family.mlp_out_norm)
+        None if name is None else _norm(getattr(self, name), x, family, may_train_bias=i % 2 == 0)
+        for i, name in enumerate(names)
     ]
     qk_norms: list[Norm | None] = [None, None]
     if has_qk_norms(attn, family):
@@ -176,7 +178,8 @@ def _describe(
         facts.spec, KEEP_ALL if keeps else RECOMPUTE_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs, x),
         deterministic=facts.deterministic,
     )  # fmt: skip
-    return layer, [tensor for p in projections for tensor in group_tensors(p)]
+    biases = [None if norm is None else norm.bias for norm in (layer.attention_norm, layer.mlp_norm)]
+    return layer, [*(tensor for p in projections for tensor in group_tensors(p)), *biases]
 
 
 def _note_backend(patch: Patch, layer: Layer, x: Tensor) -> None:
