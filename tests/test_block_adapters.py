@@ -6,75 +6,25 @@ import peft
 import pytest
 import tiny
 import torch
+from adapted import (
+    BATCH,
+    EXACT,
+    RECOMPUTE,
+    assert_block,
+    assert_same_step,
+    fill,
+    layer_rows,
+    logits,
+    models,
+    pair,
+    pair_4bit,
+    quantized,
+    recomputing,
+    with_our_masks,
+)
 from peft import LoraConfig
-from torch import nn
 
 import fastlm
-from fastlm_kernels import _stacked
-
-EXACT = 1e-5
-BATCH = tiny.padded_batch()
-X = tiny.ids(2, 40)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
-def models(name="llama", dtype=torch.float32):
-    return tiny.model(name, dtype), tiny.model(name, dtype, "sdpa")
-
-
-def pair(name="llama", dtype=torch.float32, **settings):
-    stock, ours = models(name, dtype)
-    return tiny.with_lora(stock, **settings), fastlm.patch_model(tiny.with_lora(ours, **settings), strict=True)
-
-
-def layer_rows(made):
-    return [row for row in fastlm.report(made) if ".layers." in row.layer]
-
-
-def assert_block(made):
-    """Every layer is a block that ran and never fell back."""
-    rows = layer_rows(made)
-    assert rows and all(
-        row.path == "block" and row.calls and not row.fallback_calls and not row.reason for row in rows
-    ), rows
-
-
-def fill(made, adapter, seed=9):
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(made.named_parameters()):
-        if f".{adapter}." in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-
-
-def assert_same_step(stock, ours, batch=None, seed=None, tolerance=EXACT, **call):
-    results = []
-    for made in (stock, ours):
-        if seed is not None:
-            torch.manual_seed(seed)
-        results.append(tiny.loss_and_gradients(made, batch or BATCH, **call))
-    (want_loss, want), (loss, got) = results
-    assert abs(loss - want_loss) <= tolerance * want_loss
-    assert set(got) == set(want) and want
-    for name in want:
-        assert tiny.relative(got[name], want[name]) <= tolerance or (got[name] - want[name]).abs().max() <= 1e-7, name
-
-
-def logits(made):
-    with torch.no_grad():
-        return made.eval()(input_ids=X, use_cache=False).logits
-
-
-def recomputing(*made):
-    for one in made:
-        one.gradient_checkpointing_enable(dict(use_reentrant=False))
-        one.enable_input_require_grads()
-
-
-RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 
 # --- settings --------------------------------------------------------------------------------------------------------
 
@@ -165,16 +115,14 @@ def test_initialisations(init):
         assert_block(ours)
 
 
+@pytest.mark.gpu
 def test_loftq():
-    """PEFT quantizes the base on a CUDA device; on others its own error says so, and fastlm adds none."""
-    if not torch.cuda.is_available():
-        pytest.skip("PEFT's LoftQ quantizes on an accelerator only")
+    """PEFT quantizes and decomposes the base on an accelerator alone."""
     base = tiny.model("llama", attention="sdpa", intermediate_size=128).cuda()
-    config = LoraConfig(
-        target_modules=tiny.LINEAR, r=4, init_lora_weights="loftq", loftq_config=peft.LoftQConfig(loftq_bits=4)
-    )
-    ours = fastlm.patch_model(peft.get_peft_model(base, config), strict=True)
-    stock = copy.deepcopy(fastlm.revert(copy.deepcopy(ours)))
+    settings = dict(init_lora_weights="loftq", loftq_config=peft.LoftQConfig(loftq_bits=4))
+    ours = peft.get_peft_model(base, LoraConfig(target_modules=tiny.LINEAR, r=4, **settings))
+    stock = copy.deepcopy(ours)
+    fastlm.patch_model(ours, strict=True)
     assert_same_step(stock, ours, tolerance=1e-4)
     assert_block(ours)
 
@@ -205,94 +153,6 @@ def test_eva():
     assert_same_step(stock, ours)
     assert [row.fallback_calls for row in layer_rows(ours)] == before
     assert all(row.path == "block" for row in layer_rows(ours))
-
-
-# --- dropout ---------------------------------------------------------------------------------------------------------
-
-
-class OurMask(nn.Dropout):
-    """The mask that a block draws, for PEFT's own layer: a seed of each projection in the order they are called."""
-
-    def forward(self, x):
-        if not self.training:
-            return x
-        seed = int(torch.randint(2**62, ()))
-        return _stacked._dropout(x.reshape(-1, x.shape[-1]), self.p, seed).view(x.shape)
-
-
-def with_our_masks(made):
-    for module in made.modules():
-        if isinstance(module, peft.tuners.lora.LoraLayer):
-            for name, dropout in module.lora_dropout.items():
-                if isinstance(dropout, nn.Dropout):
-                    module.lora_dropout[name] = OurMask(dropout.p)
-    return made
-
-
-DROPOUTS = {
-    "all": dict(lora_dropout=0.3),
-    "few-targets": dict(lora_dropout=0.5, targets=["k_proj", "up_proj"]),
-    "ranks": dict(lora_dropout=0.1, rank_pattern={"v_proj": 7}, use_rslora=True),
-    "biases": dict(lora_dropout=0.2, bias="all"),
-}
-
-
-@RECOMPUTE
-@pytest.mark.parametrize("kind", DROPOUTS)
-def test_dropout_is_the_same_with_the_same_mask(kind, recompute):
-    stock, ours = pair("llama-biases", **copy.deepcopy(DROPOUTS[kind]))
-    with_our_masks(stock)
-    if recompute:
-        recomputing(stock, ours)
-    for seed in range(2):
-        assert_same_step(stock, ours, seed=seed)
-    assert_same_step(stock, ours, tiny.packed_batch(), seed=5, use_cache=False)
-    assert_block(ours)
-    assert tiny.relative(logits(ours), logits(stock)) <= EXACT
-
-
-def test_keeping_and_recomputing_draw_one_mask():
-    ours = pair(lora_dropout=0.4)[1]
-    steps = []
-    for recompute in (False, True):
-        recomputing(ours) if recompute else None
-        torch.manual_seed(3)
-        steps.append(tiny.loss_and_gradients(ours, BATCH))
-    assert torch.equal(steps[0][0], steps[1][0])
-    assert all(torch.equal(steps[0][1][name], steps[1][1][name]) for name in steps[0][1])
-    torch.manual_seed(4)
-    assert not torch.equal(tiny.loss_and_gradients(ours, BATCH)[0], steps[0][0])
-    # the masks of a graph's second use are those of its first
-    loss = ours.train()(**BATCH).loss
-    parameters = [p for p in ours.parameters() if p.requires_grad]
-    first = torch.autograd.grad(loss, parameters, retain_graph=True)
-    torch.manual_seed(77)
-    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, parameters), strict=True))
-
-
-@RECOMPUTE
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_adapters_in_float32_over_a_bfloat16_base(dropout, recompute):
-    """Outside autocast PEFT computes them in float32: at most 1.1 times its error, with the same mask."""
-    exact = with_our_masks(tiny.with_lora(tiny.model("llama", torch.bfloat16).float(), lora_dropout=dropout))
-    stock, ours = pair(dtype=torch.bfloat16, lora_dropout=dropout)
-    assert {p.dtype for n, p in ours.named_parameters() if "lora_" in n} == {torch.float32}
-    with_our_masks(stock)
-    if recompute:
-        recomputing(stock, ours)
-    errors = [0.0, 0.0]
-    for seed in range(6):
-        batch = dict(input_ids=tiny.ids(2, 24, seed), labels=tiny.ids(2, 24, seed))
-        steps = []
-        for made in (exact, stock, ours):
-            torch.manual_seed(seed)
-            loss, gradients = tiny.loss_and_gradients(made, batch)
-            assert all(g.dtype == torch.float32 for g in gradients.values())
-            steps.append(torch.cat([gradients[name].flatten() for name in sorted(gradients)]))
-        for i in range(2):
-            errors[i] += tiny.relative(steps[1 + i], steps[0])
-    assert errors[1] <= 1.1 * errors[0], errors
-    assert_block(ours)
 
 
 # --- several adapters ------------------------------------------------------------------------------------------------
@@ -417,6 +277,56 @@ def test_a_disabled_adapter_that_is_merged_runs_stock():
         assert tiny.relative(logits(ours), logits(stock)) <= EXACT
     assert all("a disabled adapter is still merged" in row.reason for row in layer_rows(ours))
     assert_same_step(stock, ours)
+
+
+def test_saved_and_loaded_again(tmp_path):
+    stock, ours = two_adapters()
+    ours.save_pretrained(tmp_path)
+    for made in (stock, ours):
+        made.load_adapter(str(tmp_path), "third", is_trainable=True)
+        made.set_adapter("third")
+    assert_same_step(stock, ours)
+    assert_block(ours)
+
+
+# --- 4-bit weights ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base_4bit(tmp_path_factory):
+    return quantized(tmp_path_factory.mktemp("base"))
+
+
+FOUR_BIT = ["q_proj", "mlp-only", "ranks-and-alphas", "rslora", "bias-all", "some-layers", "saved-head"]
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("kind", FOUR_BIT)
+def test_settings_over_4bit_weights(base_4bit, kind, recompute):
+    stock, ours = pair_4bit(base_4bit, **copy.deepcopy(SETTINGS[kind]))
+    if recompute:
+        recomputing(stock, ours)
+    assert_same_step(stock, ours)
+    assert_block(ours)
+
+
+def test_the_life_of_an_adapter_over_4bit_weights(base_4bit):
+    stock, ours = pair_4bit(base_4bit)
+    for made in (stock, ours):
+        made.add_adapter("second", LoraConfig(target_modules=["q_proj", "down_proj"], r=6, task_type="CAUSAL_LM"))
+        fill(made, "second")
+        made.set_adapter("second")
+    assert_same_step(stock, ours)
+    with stock.disable_adapter(), ours.disable_adapter():
+        assert tiny.relative(logits(ours), logits(stock)) <= EXACT
+    assert_same_step(stock, ours)
+    for made in (stock, ours):
+        made.merge_adapter()
+    assert tiny.relative(logits(ours), logits(stock)) <= EXACT
+    for made in (stock, ours):
+        made.unmerge_adapter()
+    assert_same_step(stock, ours)
+    assert_block(ours)
 
 
 # --- what stays PEFT's -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 import training
 from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.utils import convert_outputs_to_fp32
 
 import fastlm
 from fastlm.block import function
@@ -20,11 +21,6 @@ from fastlm.patching import patch_of
 EXACT = 1e-5
 X = tiny.ids(2, 40)
 BATCH = dict(input_ids=X, labels=X)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def pair(name="llama", strict=True, recompute=False, **over):
@@ -419,6 +415,32 @@ def test_a_pickle_is_stock():
     close(step(loaded), step(stock))
     fastlm.patch_model(loaded)
     assert all(torch.equal(a, b) for a, b in zip(step(loaded), want, strict=True))
+
+
+def test_reverting_reaches_through_wrappers_at_every_level():
+    """What a trainer, accelerate and a user put around our forwards goes on to the stock ones, and back when patched again."""
+    plain, ours = (tiny.with_lora(tiny.model("llama", attention="sdpa")) for _ in range(2))
+    fastlm.patch_model(ours, strict=True)
+    want = step(plain)
+    base, seen = ours.get_base_model(), []
+
+    def around(module, name="forward"):
+        inner = getattr(module, name)
+        module.forward = lambda *args, **kwargs: seen.append(name) or inner(*args, **kwargs)
+
+    around(base), around(base.model), around(layers(ours)[0])
+    add_hook_to_module(layers(ours)[1], ModelHook())
+    base.forward = convert_outputs_to_fp32(base.forward)
+    close(step(ours), want)
+    assert len(seen) == 3
+    assert_block(ours)
+    fastlm.revert(ours)
+    assert all(torch.equal(a, b) for a, b in zip(step(ours), want, strict=True)) and len(seen) == 6
+    assert {row.path for row in layer_rows(ours)} == {"stock"}
+    fastlm.patch_model(ours, strict=True)
+    close(step(ours), want)
+    assert len(seen) == 9
+    assert_block(ours)
 
 
 # --- compilers -------------------------------------------------------------------------------------------------------
