@@ -288,7 +288,7 @@ _TYPES = dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32") | {"cu_ptr": "*i32"} |
 def builds(cc: tuple[int, int], dtype: torch.dtype) -> list[Build]:
     """The launches to assemble ahead of time: all that can be asked for at once, at each size of tiles.
 
-    Chips with the tiles and the shared memory of 12.0 take the widest heads alone; 9.0 also an odd head size, and the
+    8.6, with the tiles and the shared memory of 8.9, takes the widest heads alone; 9.0 also an odd head size, and the
     widest ones with a window and a softcap or packed alone, whose registers are the scarcest.
     """
     if cc < MIN_CAPABILITY:
@@ -296,7 +296,7 @@ def builds(cc: tuple[int, int], dtype: torch.dtype) -> list[Build]:
     # packed, windowed, capped
     everything = (True, True, True)
     asked = [(256, everything)]
-    if cc not in ((8, 6), (8, 9)):
+    if cc != (8, 6):
         asked += [(64, everything), (128, everything)]
     if cc == (9, 0):
         asked += [(80, (False, False, False)), (256, (True, False, False)), (256, (False, True, True))]
