@@ -149,6 +149,8 @@ _OPAQUE = (
     "a fast forward of fastlm is nothing that torch.compile or torch.export could trace: call fastlm.revert(model) first, or "
     "compile with fullgraph=False"
 )
+# Decorates what a compiler must call as it is.
+opaque = functools.partial(torch.compiler.disable, reason=_OPAQUE)
 
 
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +158,7 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return patch.run(module, args, kwargs)
 
 
-@functools.partial(torch.compiler.disable, reason=_OPAQUE)
+@opaque
 def _run_opaque(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`_run` for compilers, which would gain nothing inside hand-written kernels, and compile anew for every layer and count."""
     if torch.compiler.is_exporting():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastlm import adapters, binding
 from fastlm.forwards.causal_lm import TOKEN_OUTPUT
-from fastlm.patching import patch_of
+from fastlm.patching import opaque, patch_of
 from fastlm_kernels.linear_cross_entropy import TokenStats
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ def _head_reason(base: nn.Module) -> str | None:
     return None
 
 
+@opaque
 def _redirect_head(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Forward pre-hook of a patched model: TRL's request for its head becomes a request for ours.
 
