@@ -15,10 +15,11 @@ FP32, FP16 = torch.float32, torch.float16
 TOKENS, K, WIDTHS, RANKS = 512, 1024, (640, 256, 128), (16, 5, 8)
 
 
-def nf4(n, dtype, generator):
+def nf4(n, dtype, generator, device):
     """A random weight [n, K] of about unit output."""
-    packed = torch.randint(0, 256, (n * K // 2,), dtype=torch.uint8, generator=generator)
-    return NF4Weight(packed, torch.rand(n * K // 64, generator=generator) * K**-0.5, (n, K), dtype=dtype)
+    packed = torch.randint(0, 256, (n * K // 2,), dtype=torch.uint8, generator=generator).to(device)
+    absmax = torch.rand(n * K // 64, generator=generator).to(device) * K**-0.5
+    return NF4Weight(packed, absmax, (n, K), dtype=dtype)
 
 
 def test_padding_is_a_function_of_shape():
@@ -26,12 +27,10 @@ def test_padding_is_a_function_of_shape():
     assert padding(511, 4096, 16) == padding(4096, 1023, 16) == padding(4096, 1024, 192) == 0
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_riding_is_no_worse_than_beside(dtype, has_bias):
+def check_riding(dtype, has_bias, device):
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator)
-    weights = [nf4(n, dtype, generator) for n in WIDTHS]
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)
+    weights = [nf4(n, dtype, generator, device) for n in WIDTHS]
     projections = [
         Projection(
             w,
@@ -86,6 +85,19 @@ def test_riding_is_no_worse_than_beside(dtype, has_bias):
         assert riding <= 1.1 * beside + 1e-9, errors
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_riding_is_no_worse_than_beside(dtype, has_bias):
+    check_riding(dtype, has_bias, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_riding_on_the_gpu(dtype, has_bias):
+    check_riding(dtype, has_bias, "cuda")
+
+
 def test_dense_weights_are_never_laid_out_anew():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(1024, K, generator=generator)
@@ -99,7 +111,18 @@ def test_dense_weights_are_never_laid_out_anew():
 def test_packing_is_equal_to_the_bit(ranks, made, dtype):
     """The kernel writes what torch's copies do, into rows that are longer than what it fills."""
     if torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU in this process")
+        pytest.skip("Triton compiles for the GPU in this process: the gpu test runs the kernel")
+    check_packing(ranks, made, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("made, dtype", [(FP32, FP32), (FP16, FP16), (FP32, FP16)], ids=str)
+@pytest.mark.parametrize("ranks", [(16, 5, 8), (64,), (1, 70)], ids=str)
+def test_packing_on_the_gpu(ranks, made, dtype):
+    check_packing(ranks, made, dtype, "cuda")
+
+
+def check_packing(ranks, made, dtype, device):
     generator = torch.Generator().manual_seed(0)
     widths, n_cols = (130, 64, 31)[: len(ranks)], 100
     loras = [
@@ -110,10 +133,13 @@ def test_packing_is_equal_to_the_bit(ranks, made, dtype):
     starts = [0, *(sum(widths[:i]) + 7 for i in range(1, len(widths)))]
     rows = [slice(start, start + n) for start, n in zip(starts, widths, strict=True)]
     got = []
-    for kernels in (contextlib.nullcontext(), _launch.interpreting()):
+    run_kernel = contextlib.nullcontext if device == "cuda" else _launch.interpreting
+    for where, kernels in (("cpu", contextlib.nullcontext), (device, run_kernel)):
         a, b = torch.full((128, n_cols + 9), 7.0, dtype=dtype), torch.full((rows[-1].stop, 140), 7.0, dtype=dtype)
-        with kernels:
-            pack_adapters(loras, [0.3, 2.0, 1.0][: len(ranks)], rows, a[:, :n_cols], b[:, :128])
-        got.append((a, b))
+        a, b = a.to(where), b.to(where)
+        parts = [tuple(t.to(where) for t in pair) for pair in loras]
+        with kernels():
+            pack_adapters(parts, [0.3, 2.0, 1.0][: len(ranks)], rows, a[:, :n_cols], b[:, :128])
+        got.append((a.cpu(), b.cpu()))
     assert torch.equal(got[0][0], got[1][0]) and torch.equal(got[0][1], got[1][1])
     assert (got[1][0][:, n_cols:] == 7).all() and (got[1][1][:, 128:] == 7).all()
