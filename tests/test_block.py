@@ -115,6 +115,40 @@ def test_a_frozen_prefix_runs_forward_only(monkeypatch):
     assert [patch_of(layer).calls for layer in ours.base_model.model.model.layers] == [1, 1, 1, 1]
 
 
+WATCHERS = {
+    "hidden-states": lambda base, read: None,
+    "hook": lambda base, read: base.get_input_embeddings().register_forward_hook(lambda m, args, out: read(out)),
+    "backward-hook": lambda base, read: base.get_input_embeddings().register_full_backward_hook(
+        lambda m, dx, dy: read(dy[0], 0)
+    ),
+    "layer": lambda base, read: base.model.layers[0].register_full_backward_hook(lambda m, dx, dy: read(dx[0], 0)),
+}
+
+
+@pytest.mark.parametrize("kind", WATCHERS)
+def test_whoever_watches_the_embeddings_sees_their_gradient(kind):
+    """Below frozen layers too: saliency by returned hidden states, or by a hook."""
+    made = [tiny.with_lora(tiny.model("llama", attention=a), layers_to_transform=[1]) for a in ("eager", "sdpa")]
+    fastlm.patch_model(made[1], strict=True)
+    gradients = []
+    for model in made:
+        seen = []
+
+        def read(tensor, is_forward=True, seen=seen):
+            tensor.register_hook(seen.append) if is_forward else seen.append(tensor)
+
+        model.enable_input_require_grads()
+        WATCHERS[kind](model.get_base_model(), read)
+        out = model.train()(**tiny.padded_batch(), output_hidden_states=kind == "hidden-states" or None)
+        if kind == "hidden-states":
+            assert all(h.requires_grad for h in out.hidden_states)
+            read(out.hidden_states[0])
+        out.loss.backward()
+        gradients.append(seen)
+    assert len(gradients[0]) == len(gradients[1]) == 1 and gradients[0][0].any()
+    assert tiny.relative(gradients[1][0], gradients[0][0]) <= 1e-5
+
+
 def test_given_embeddings_get_their_gradient():
     stock, ours = tiny.with_lora(tiny.model("llama")), patched("llama")
     gradients = []

@@ -6,6 +6,7 @@ module; no [S, S] mask is made for them. Steps through a cache get the mask that
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ ATTENTION = "fastlm"
 _LAYOUT = "sequence_layout"
 # The keyword argument that tells the first layer whether anybody reads the gradient of its input.
 NEEDS_INPUT_GRADIENT = "needs_input_gradient"
+# Hooks that trainers leave on the embeddings: they mark their output, or add noise to it, and read no gradient.
+_UNREADING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad", "neftune_post_forward_hook")
 # What stock forwards and outputs call the key/value cache: transformers renamed it in 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -152,6 +155,14 @@ def _packed(positions: Tensor, caches: bool) -> SequenceLayout | None:
     return packed_layout(positions)
 
 
+def _is_watched(embeddings: nn.Module) -> bool:
+    """Whether hooks on the embeddings may read a gradient of their output."""
+    hooks = embeddings._forward_hooks.values()
+    return bool(embeddings._backward_hooks or embeddings._backward_pre_hooks) or any(
+        not isinstance(hook, types.FunctionType) or hook.__name__ not in _UNREADING_HOOKS for hook in hooks
+    )
+
+
 def forward(
     self: nn.Module,
     input_ids: torch.Tensor | None = None,
@@ -189,8 +200,13 @@ def forward(
             attention_mask = torch.ones((), dtype=torch.bool, device=rows.device).expand(
                 rows.shape[0], 1, rows.shape[1]
             )
-        embeds = self.get_input_embeddings().parameters() if inputs_embeds is None else [inputs_embeds]
-        kwargs[NEEDS_INPUT_GRADIENT] = any(t.requires_grad for t in embeds)
+        embeddings = self.get_input_embeddings()
+        embeds = embeddings.parameters() if inputs_embeds is None else [inputs_embeds]
+        # who gets the hidden states may look at their gradients
+        returns_them = kwargs.get("output_hidden_states", self.config.output_hidden_states)
+        kwargs[NEEDS_INPUT_GRADIENT] = (
+            any(t.requires_grad for t in embeds) or bool(returns_them) or _is_watched(embeddings)
+        )
     return stock(
         self,
         input_ids=input_ids,
