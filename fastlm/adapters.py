@@ -107,6 +107,8 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or "_hf_hook" in module.__dict__
+        # hooks for all modules of the process
+        or torch.nn.modules.module._has_any_global_hook()
     )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import pickle
 
 import pytest
@@ -12,6 +13,11 @@ import torch.utils._pytree as pytree
 import training
 from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import convert_outputs_to_fp32
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 import fastlm
 from fastlm.block import function
@@ -157,6 +163,20 @@ def test_hooks_on_inner_modules(where, kind):
     fastlm.patch_model(ours, strict=True)
     with pytest.raises(RuntimeError, match="the fast block cannot run for this call"):
         ours(**BATCH)
+
+
+def test_hooks_on_all_modules():
+    """torch's hooks for every module of the process, which may change any output."""
+    stock, ours = pair(strict=False)
+    halve = lambda m, args, out: out * 0.5 if type(m).__name__ == "LlamaMLP" else None
+    handle = torch.nn.modules.module.register_module_forward_hook(halve)
+    try:
+        close(step(ours), step(stock))
+    finally:
+        handle.remove()
+    assert all("1 calls: a module in it has hooks" in row.reason for row in layer_rows(ours))
+    close(step(ours), step(stock))
+    assert [len(patch_of(layer).fallbacks) for layer in layers(ours)] == [1, 1]
 
 
 def test_attention_scores():
@@ -361,6 +381,24 @@ def test_a_layer_that_runs_stock_is_replayed():
     close(step(ours), step(stock))
     assert len(seen) == 2 and [patch_of(layer).calls for layer in layers(ours)] == [1, 1, 1]
     assert [row.fallback_calls for row in layer_rows(ours)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("impl", list(CheckpointImpl), ids=lambda impl: impl.name)
+def test_layers_that_somebody_else_recomputes(impl):
+    """torch's own wrappers replay a whole layer, with its dropout."""
+    ours = fastlm.patch_model(tiny.with_lora(tiny.model("llama", attention="sdpa"), lora_dropout=0.3), strict=True)
+    ours.enable_input_require_grads()
+    torch.manual_seed(1)
+    want = step(ours)
+    apply_activation_checkpointing(
+        ours,
+        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
+        check_fn=lambda module: patch_of(module) is not None and patch_of(module).part == "block",
+    )
+    torch.manual_seed(1)
+    got = step(ours)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert_block(ours)
 
 
 def test_every_second_layer():
