@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fastlm import adapters, loading, quant
 from fastlm.families import FAMILIES, Family
 from fastlm.forwards import attention, backbone, causal_lm, layer, linear, mlp, norm
-from fastlm.patching import bind, patch_of, patched_modules, unbind
+from fastlm.patching import bind, own_class, patch_of, patched_modules, unbind
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def state_of(model: nn.Module) -> ModelState | None:
 def find_family(base: PreTrainedModel) -> Family | str:
     """The row of the table that describes this model, or why none does."""
     family = FAMILIES.get(base.config.model_type)
-    kind = type(base)
+    kind = own_class(base)
     if family is None:
         return f"no row for {base.config.model_type!r} in the table of families"
     if kind.__name__ != family.causal_lm or not kind.__module__.startswith("transformers.models."):
@@ -108,8 +108,9 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
         reason = None if activation else f"activation {getattr(base.config, family.activation)!r} has no kernel"
         parts[family.mlp] = ("mlp", mlp.forward, mlp.MLPFacts(activation or ""), reason)
     for name, module in base.named_modules():
-        found = parts.get(type(module).__name__)
-        if found is None or not type(module).__module__.startswith("transformers.models."):
+        kind = own_class(module)
+        found = parts.get(kind.__name__)
+        if found is None or not kind.__module__.startswith("transformers.models."):
             continue
         part, forward, facts, reason = found
         if reason is None and part in ("attention", "mlp"):
@@ -123,7 +124,8 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
 def _bind_layers(base: PreTrainedModel, family: Family, state: ModelState, attention_reason: str | None) -> None:
     """Whole decoder layers as one function."""
     for name, module in base.named_modules():
-        if type(module).__name__ != family.layer or not type(module).__module__.startswith("transformers.models."):
+        kind = own_class(module)
+        if kind.__name__ != family.layer or not kind.__module__.startswith("transformers.models."):
             continue
         reason = attention_reason or layer.unfit(module, family) or quant.unreadable(module)
         if reason is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -92,6 +93,12 @@ class Patch:
 def patch_of(module: nn.Module) -> Patch | None:
     """The module's patch, active or reverted, or None if it never had one."""
     return module.__dict__.get(_KEY)
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class, behind the one that FSDP's `fully_shard` puts before it."""
+    fsdp, kind = sys.modules.get("torch.distributed.fsdp"), type(module)
+    return kind.__bases__[1] if fsdp is not None and issubclass(kind, fsdp.FSDPModule) else kind
 
 
 def signature_mismatch(stock: Callable[..., Any], fast: Callable[..., Any]) -> str | None:

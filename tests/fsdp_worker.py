@@ -31,6 +31,7 @@ CASES: dict[str, dict] = {
     "layers-kept-whole": dict(settings=dict(reshard_after_forward=False)),
     "layers-and-root-resharded": dict(root=dict(reshard_after_forward=True)),
     "layers-outputs-cast": dict(root=dict(mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))),
+    "patched-afterwards": dict(is_late=True),
     "root-alone": dict(shards_layers=False),
     "full": dict(lora=False, path="parts"),
     "halves": dict(parts=HALVES, path="parts", reason="its halves are a FSDPLlamaAttention and a FSDPLlamaMLP"),
@@ -39,10 +40,10 @@ CASES: dict[str, dict] = {
 }
 
 
-def make(layers_to_transform=None, lora: bool = True):
+def make(layers_to_transform=None, lora: bool = True, is_late: bool = False):
     made = tiny.model("llama", attention="sdpa")
     made = tiny.with_lora(made, layers_to_transform=layers_to_transform) if lora else made
-    return fastlm.patch_model(made)
+    return made if is_late else fastlm.patch_model(made)
 
 
 def layers(model):
@@ -82,9 +83,9 @@ def one_process(layers_to_transform=None, lora: bool = True, **_) -> dict[str, t
 
 def sharded(
     settings=None, root=None, parts=(), recompute=False, layers_to_transform=None, lora=True, shards_layers=True,
-    path="block", reason="",
+    is_late=False, path="block", reason="",
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    model, settings = make(layers_to_transform, lora), settings or {}
+    model, settings = make(layers_to_transform, lora, is_late), settings or {}
     if recompute:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -94,6 +95,8 @@ def sharded(
             fully_shard(layer.get_submodule(name), mesh=mesh, **settings)
         fully_shard(layer, mesh=mesh, **settings)
     fully_shard(model, mesh=mesh, **(settings if root is None else root))
+    if is_late:
+        fastlm.patch_model(model, strict=True)
     batch, n_items = ddp_worker.four_rows()
     half = {name: value[2 * dist.get_rank() :][:2] for name, value in batch.items()}
     found = two_steps(model, half, n_items, dist.get_world_size())
