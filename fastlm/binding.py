@@ -40,6 +40,7 @@ class ModelState:
         is_full: the model was loaded for full fine-tuning.
         keep_attention: the user chose the attention implementation.
         deterministic: gradients are equal to the bit between runs.
+        rounds_once: an adapter's product is added before the base product is rounded.
     """
 
     family: Family | None
@@ -56,6 +57,7 @@ class ModelState:
     is_full: bool = False
     keep_attention: bool = False
     deterministic: bool = False
+    rounds_once: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a model that comes out of a pickle names our attention, which this process may not have met yet
@@ -129,7 +131,7 @@ def _bind_layers(base: PreTrainedModel, family: Family, state: ModelState, atten
             continue
         reason = attention_reason or layer.unfit(module, family) or quant.unreadable(module)
         if reason is None:
-            facts = layer.make_facts(module, family, state.deterministic)
+            facts = layer.make_facts(module, family, state.deterministic, state.rounds_once)
             reason = bind(module, "block", layer.forward, facts, state.strict)
         if reason is not None:
             state.reasons[name] = reason
@@ -178,6 +180,7 @@ def patch(
     strict: bool | None = None,
     keep_attention: bool | None = None,
     deterministic: bool | None = None,
+    rounds_once: bool | None = None,
 ) -> None:
     """Bind all fast parts that fit this model. Patching again takes in adapters that were added since.
 
@@ -186,6 +189,7 @@ def patch(
         strict: raise instead of leaving a layer stock, now or at call time.
         keep_attention: the user chose the attention implementation.
         deterministic: gradients are equal to the bit between runs.
+        rounds_once: an adapter's product is added before the base product is rounded.
             None for one of these leaves it as it was, False at first.
 
     Raises:
@@ -207,6 +211,7 @@ def patch(
     state.strict = state.strict if strict is None else strict
     state.keep_attention = state.keep_attention if keep_attention is None else keep_attention
     state.deterministic = state.deterministic if deterministic is None else deterministic
+    state.rounds_once = state.rounds_once if rounds_once is None else rounds_once
     if isinstance(family, str):
         state.reasons[""] = family
     else:

@@ -132,6 +132,17 @@ def check_flags(**flags: Any) -> None:
             raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
+def parse_lora_rounding(lora_rounding: Any) -> bool:
+    """Whether adapters' products are rounded together with the base product.
+
+    Raises:
+        ValueError: for anything but "stock" and "once".
+    """
+    if lora_rounding not in ("stock", "once"):
+        raise ValueError(f"lora_rounding must be 'stock' or 'once', got {lora_rounding!r}")
+    return bool(lora_rounding == "once")
+
+
 def check_seed(random_state: Any) -> None:
     """Raises ValueError unless it is an integer that every generator takes."""
     if isinstance(random_state, bool) or not isinstance(random_state, int) or not 0 <= random_state < 2**32:

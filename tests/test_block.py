@@ -170,3 +170,31 @@ def test_a_second_derivative_is_an_error():
 
 def test_keep_and_recompute_all_are_named_plans():
     assert PLANS[-1] == KEEP_ALL and PLANS[0] == RECOMPUTE_ALL
+
+
+@pytest.mark.parametrize("rounding", ["stock", "once"])
+def test_adapters_may_be_added_before_the_rounding(rounding, tmp_path):
+    """Layers so wide, and so many tokens, that adapters ride in the base GEMM: the values of stock in float32."""
+    from test_parity_4bit import load
+
+    pytest.importorskip("bitsandbytes")
+    shape = dict(hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, initializer_range=0.02)
+    tiny.model("llama", **shape).save_pretrained(tmp_path)
+    x = tiny.ids(1, 520)
+    batch = dict(input_ids=x, labels=x)
+    stock, ours = (tiny.with_lora(load(tmp_path, torch.float32, a), dtype=torch.float32) for a in ("eager", "sdpa"))
+    fastlm.patch_model(ours, strict=True, lora_rounding=rounding)
+    want_loss, want = tiny.loss_and_gradients(stock, batch)
+    for recomputes in (False, True):
+        if recomputes:
+            ours.gradient_checkpointing_enable()
+            ours.enable_input_require_grads()
+        loss, got = tiny.loss_and_gradients(ours, batch)
+        assert abs(loss - want_loss) <= 1e-5 * want_loss
+        worst = max((tiny.relative(got[n], want[n]), n) for n in want)
+        assert worst[0] <= 1e-5, worst
+
+
+def test_a_rounding_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="'stock' or 'once', got 'never'"):
+        fastlm.patch_model(tiny.model("llama", attention="sdpa"), lora_rounding="never")

@@ -50,10 +50,10 @@ def _linears(layer: Layer, tensors: Sequence[Tensor | None], x: Tensor, plan: Me
     writes_dh = writes_n and layer.attention_out_norm is None and spec.residual_multiplier == 1.0
     writes_act = spec.is_gated and (is_forward or layer.mlp_out_norm is not None)
     rooms = (
-        (writes_x and (is_forward or not plan.qkv), not is_forward),
+        (layer.rounds_once and writes_x and (is_forward or not plan.qkv), not is_forward),
         (False, writes_dh and not is_forward),
-        (writes_n and (is_forward or not plan.gate_up), not is_forward),
-        (writes_act, False),
+        (layer.rounds_once and writes_n and (is_forward or not plan.gate_up), not is_forward),
+        (layer.rounds_once and writes_act, False),
     )
     made, stop = [], 0
     for group, (x_room, dy_room) in zip(layer.groups, rooms, strict=True):

@@ -95,6 +95,7 @@ class Layer:
         q_norm, k_norm: of queries and keys, or None.
         layout: where samples begin and end, or None for whole rows.
         deterministic: the backward of the attention adds in a fixed order.
+        rounds_once: an adapter's product is added before the base product is rounded, where that is one GEMM.
     """
 
     spec: BlockSpec
@@ -111,6 +112,7 @@ class Layer:
     k_norm: Norm | None
     layout: SequenceLayout | None
     deterministic: bool
+    rounds_once: bool
 
     @property
     def groups(self) -> tuple[Group, Group, Group, Group]:

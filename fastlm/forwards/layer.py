@@ -32,12 +32,14 @@ class LayerFacts:
         spec: its shape.
         arguments: names of the stock forward's arguments behind the hidden states.
         deterministic: gradients are equal to the bit between runs.
+        rounds_once: as `Layer`.
     """
 
     family: Family
     spec: BlockSpec
     arguments: tuple[str, ...]
     deterministic: bool
+    rounds_once: bool
 
 
 class _Elsewhere(Exception):
@@ -48,7 +50,7 @@ class _Stock(Exception):
     """The layer cannot run as a block for this call; the message says why."""
 
 
-def make_facts(layer: nn.Module, family: Family, deterministic: bool) -> LayerFacts:
+def make_facts(layer: nn.Module, family: Family, deterministic: bool, rounds_once: bool) -> LayerFacts:
     """The block's shape from the layer's own modules and config."""
     attention = layer.self_attn
     config = attention.config
@@ -73,7 +75,7 @@ def make_facts(layer: nn.Module, family: Family, deterministic: bool) -> LayerFa
         residual_multiplier=getattr(layer, family.residual_multiplier) if family.residual_multiplier else 1.0,
     )
     _, _, *arguments = inspect.signature(type(layer).forward).parameters
-    return LayerFacts(family, spec, tuple(arguments), deterministic)
+    return LayerFacts(family, spec, tuple(arguments), deterministic, rounds_once)
 
 
 def unfit(layer: nn.Module, family: Family) -> str | None:
@@ -176,7 +178,7 @@ def _describe(
     keeps = not recomputes and torch.is_grad_enabled()
     layer = Layer(
         facts.spec, KEEP_ALL if keeps else RECOMPUTE_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs, x),
-        deterministic=facts.deterministic,
+        deterministic=facts.deterministic, rounds_once=facts.rounds_once,
     )  # fmt: skip
     biases = [None if norm is None else norm.bias for norm in (layer.attention_norm, layer.mlp_norm)]
     return layer, [*(tensor for p in projections for tensor in group_tensors(p)), *biases]

@@ -32,7 +32,7 @@ def _load_part(ptr, rows, cols, first_row, first_col, n_rows, n_cols):
 def _lora_pack_kernel(
     a_0_ptr, a_1_ptr, a_2_ptr, b_0_ptr, b_1_ptr, b_2_ptr, a_out_ptr, b_out_ptr,
     rank_0, rank_1, rank_2, first_0, first_1, first_2, width_0, width_1, width_2, scaling_0, scaling_1, scaling_2,
-    stride_a_row, stride_b_row, n_cols, n_rows, a_programs, rank_blocks,
+    stride_a_row, stride_b_row, n_cols, n_rows, n_ranks, a_programs, rank_blocks,
     COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -45,7 +45,9 @@ def _lora_pack_kernel(
         if COUNT > 2:
             value += _load_part(a_2_ptr, rows, cols, rank_0 + rank_1, 0, rank_2, n_cols)
         places = a_out_ptr + rows.to(tl.int64)[:, None] * stride_a_row + cols[None, :]
-        tl.store(places, value.to(a_out_ptr.dtype.element_ty), mask=(cols < n_cols)[None, :])
+        tl.store(
+            places, value.to(a_out_ptr.dtype.element_ty), mask=(rows < n_ranks)[:, None] & (cols < n_cols)[None, :]
+        )
     else:
         tile = program - a_programs
         rows, cols = tile // rank_blocks * BLOCK + offs, tile % rank_blocks * BLOCK + offs
@@ -55,7 +57,9 @@ def _lora_pack_kernel(
         if COUNT > 2:
             value += scaling_2 * _load_part(b_2_ptr, rows, cols, first_2, rank_0 + rank_1, width_2, rank_2)
         places = b_out_ptr + rows.to(tl.int64)[:, None] * stride_b_row + cols[None, :]
-        tl.store(places, value.to(b_out_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None])
+        tl.store(
+            places, value.to(b_out_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & (cols < n_ranks)[None, :]
+        )
 
 
 def _pack_torch(
@@ -97,18 +101,18 @@ def pack_adapters(
     is_plain = parts[0].dtype in (a_out.dtype, torch.float32) and all(
         t.dtype == parts[0].dtype and t.is_contiguous() for t in parts
     )
-    if not is_plain or len(loras) > MAX_ADAPTERS or n_ranks % BLOCK or not runs_triton(a_out):
+    if not is_plain or len(loras) > MAX_ADAPTERS or not runs_triton(a_out):
         _pack_torch(loras, scalings, rows, a_out, b_out)
         return
     missing = MAX_ADAPTERS - len(loras)
     a_s, b_s = [a for a, _ in loras] + [None] * missing, [b for _, b in loras] + [None] * missing
     ranks = [a.shape[0] for a, _ in loras] + [0] * missing
     firsts, widths = [r.start for r in rows] + [0] * missing, [r.stop - r.start for r in rows] + [0] * missing
-    rank_blocks = n_ranks // BLOCK
+    rank_blocks = -(-n_ranks // BLOCK)
     a_programs, b_programs = rank_blocks * -(-n_cols // BLOCK), rank_blocks * -(-n_rows // BLOCK)
     _lora_pack_kernel[(a_programs + b_programs,)](
         *a_s, *b_s, a_out, b_out, *ranks, *firsts, *widths, *scalings, *[0.0] * missing,
-        a_out.stride(0), b_out.stride(0), n_cols, n_rows, a_programs, rank_blocks,
+        a_out.stride(0), b_out.stride(0), n_cols, n_rows, n_ranks, a_programs, rank_blocks,
         COUNT=len(loras), BLOCK=BLOCK, num_warps=_NUM_WARPS,
     )  # fmt: skip
 

@@ -132,6 +132,7 @@ class StackedLinear:
         y = [x, x A^T] [W, B]^T        dx = [dy, dy B] [[W], [A]]
 
     are one GEMM each with one accumulator. For that, x and dy must be written into the room that `input` and `gradient` give.
+    y is then rounded once, where PEFT rounds the base product first and so loses what an adapter adds below half a unit of it.
 
     Attributes:
         a: [sum R, K], the A of all adapters that share a pass over x, below each other; None without any.
@@ -265,13 +266,19 @@ class StackedLinear:
     def forward_add(self, x: Tensor, residual: Tensor, owns: bool) -> Tensor:
         """`forward` plus residual [T, sum N], which may be overwritten if `owns`.
 
-        Where the adapters ride, the sum is the GEMM's own and rounded once.
+        Where no adapter has to be added behind the GEMM, the sum is the GEMM's own and rounded once.
         """
-        if not self.x_pad or self.alone or any(b is not None for b in self.tensors[::3]):
+        has_bias = any(b is not None for b in self.tensors[::3])
+        if self.alone or has_bias or (self.spans and not self.x_pad) or self._stacked() is None:
             return self.forward(x).add_(residual)
         self.make_low(x)
-        y, left, right = residual, _widened(x, self.x_pad), self._room()[: self.width].t()
-        y = y.addmm_(left, right) if owns else torch.addmm(y, left, right)
+        if self.x_pad:
+            left, right = _widened(x, self.x_pad), self._room()[: self.width].t()
+        else:
+            stacked = self._stacked()
+            assert stacked is not None
+            left, right = x, stacked.t()
+        y = residual.addmm_(left, right) if owns else torch.addmm(residual, left, right)
         if not self.holds:
             self._decoded = None
         return y
@@ -283,21 +290,20 @@ class StackedLinear:
         return torch.mm(x, weights.t(), out=y) if bias is None else torch.addmm(bias, x, weights.t(), out=y)
 
     def _beside(self, x: Tensor) -> Tensor:
-        """x -> y. The adapters' product comes first and the base GEMM adds to it, so that y is rounded once at its own size."""
-        y, stacked = self._small_terms(x), self._stacked()
-        if stacked is not None:
-            # beta = 0 overwrites what a new buffer holds
-            y = (
-                torch.mm(x, stacked.t(), out=self.gradient(x.shape[0], x.device))
-                if y is None
-                else y.addmm_(x, stacked.t())
-            )
+        """x -> y, rounded where PEFT rounds: the base product first, then the adapters' added to it."""
+        bias, stacked, y = self._bias(x), self._stacked(), self.gradient(x.shape[0], x.device)
+        if stacked is None:
+            for i, rows in enumerate(self.group.rows):
+                part, dense = y[:, rows], self._dense(i).t()
+                if bias is None:
+                    torch.mm(x, dense, out=part)
+                else:
+                    torch.addmm(bias[rows], x, dense, out=part)
+        elif bias is None:
+            torch.mm(x, stacked.t(), out=y)
         else:
-            is_first = y is None
-            y = self.gradient(x.shape[0], x.device) if y is None else y
-            for i in range(len(self.group.weights)):
-                y[:, self.group.rows[i]].addmm_(x, self._dense(i).t(), beta=0 if is_first else 1)
-        if self.b is not None and self.lora_dtype != x.dtype:
+            torch.addmm(bias, x, stacked.t(), out=y)
+        if self.b is not None:
             _add_product(y, self.low[_TOGETHER], self.b.t())
         return y
 
@@ -307,14 +313,6 @@ class StackedLinear:
             return None
         filled = [x.new_zeros(n) if b is None else b for b, n in zip(biases, self.group.widths, strict=True)]
         return torch.cat([b.to(x.dtype) for b in filled])
-
-    def _small_terms(self, x: Tensor) -> Tensor | None:
-        """Biases and, if they have x's dtype, the adapters' products: what the base GEMM is added to; None without either."""
-        bias, y = self._bias(x), self.gradient(x.shape[0], x.device)
-        if self.b is not None and self.lora_dtype == x.dtype:
-            low = self.low[_TOGETHER]
-            return torch.mm(low, self.b.t(), out=y) if bias is None else torch.addmm(bias, low, self.b.t(), out=y)
-        return None if bias is None else y.copy_(bias.expand(x.shape[0], -1))
 
     def make_low(self, x: Tensor) -> None:
         """Make the low-rank products of x [T, K], without the projections themselves."""
