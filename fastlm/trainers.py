@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import logging
+import os
 import sys
-from collections.abc import Sized
+import time
+from collections.abc import Callable, Sized
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastlm import adapters, binding
+from fastlm import adapters, binding, checkpoints
 from fastlm.forwards.causal_lm import TOKEN_OUTPUT
 from fastlm.patching import opaque, patch_of
 from fastlm_kernels.linear_cross_entropy import TokenStats
@@ -112,6 +116,115 @@ def serve_head(model: nn.Module) -> None:
         state.hook = base.register_forward_pre_hook(_redirect_head, with_kwargs=True)
 
 
+class WholeCheckpoints:
+    """Part of a transformers Trainer: a checkpoint folder appears whole or not at all, and is verified before it is resumed from.
+
+    Trainer's own method writes, but into a folder aside, which is then published by one rename (`fastlm.checkpoints`); uploads and the
+    rotation of older checkpoints come after that. All else is the Trainer's.
+    """
+
+    # Trainer's
+    args: Any
+    state: Any
+    accelerator: Any
+    # where a save is being written instead of in the output folder
+    _stage: str | None = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._stage is None else self._stage
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # an upload reads the folder long after the save: it must have its name by then
+        if self._stage is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir, name = self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"
+        final = os.path.join(run_dir, name)
+        stage = checkpoints.stage_of(final)
+        start = time.perf_counter()
+        if self.args.should_save:
+            checkpoints.begin(final)
+        self.accelerator.wait_for_everyone()
+        self._stage = stage
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._stage = None
+        self._name_best(run_dir, os.path.join(stage, name))
+        # every process has written its part
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            n_bytes = checkpoints.publish(os.path.join(stage, name), final)
+            os.rmdir(stage)
+            logger.info("%s: %d bytes saved in %.2f s", final, n_bytes, time.perf_counter() - start)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(final)
+        if self.args.should_save:
+            importlib.import_module("transformers.trainer_utils").rotate_checkpoints(
+                output_dir=run_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _name_best(self, run_dir: str, part: str) -> None:
+        """Name the best checkpoint by the folder that it is or will be in, as Trainer does where it finds it."""
+        state, best = self.state, self.state.best_global_step
+        if self.args.save_strategy == "no" or not best:
+            return
+        folder = os.path.join(run_dir, f"checkpoint-{best}")
+        if state.best_model_checkpoint != folder and (best == state.global_step or os.path.exists(folder)):
+            state.best_model_checkpoint = folder
+            if self.args.should_save:
+                state.save_to_json(os.path.join(part, checkpoints.TRAINER_STATE))
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as Trainer does. A checkpoint is verified first; True takes the newest whole one.
+
+        Raises:
+            ValueError: naming the damaged file, if a path is given; naming every checkpoint, if none is whole.
+        """
+        if resume_from_checkpoint is True:
+            # None at all: Trainer's own error
+            resume_from_checkpoint = _agreed(lambda: checkpoints.newest_whole(self.args.output_dir)) or True
+        elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            given = os.fspath(resume_from_checkpoint)
+            _agreed(lambda: checkpoints.verify(given))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+
+def _agreed(look: Callable[[], str | None]) -> str | None:
+    """What the first process finds, in every process, its error too: files are hashed once, and all resume from one folder."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return look()
+    said: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            said = [look(), None]
+        except (ValueError, OSError) as error:
+            said = [None, error]
+    dist.broadcast_object_list(said, src=0)
+    if said[1] is not None:
+        raise said[1]
+    return said[0]
+
+
+@functools.cache
+def _trainer_class() -> type:
+    """The subclass of TRL's trainer, made when it is first asked for: importing fastlm imports no trl."""
+    names = dict(__module__=__name__, __qualname__="CheckpointedSFTTrainer", __doc__=WholeCheckpoints.__doc__)
+    return type("CheckpointedSFTTrainer", (WholeCheckpoints, importlib.import_module("trl").SFTTrainer), names)
+
+
+def __getattr__(name: str) -> Any:
+    # pickle finds the class of a trainer by its name here
+    if name == "CheckpointedSFTTrainer":
+        return _trainer_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs: Any) -> Any:
     """A TRL `SFTTrainer` for this model.
 
@@ -123,7 +236,8 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
         **kwargs: SFTTrainer's other arguments (processing_class, eval_dataset, callbacks, …).
 
     Returns:
-        The trainer. It computes what a plain SFTTrainer with the same arguments does.
+        The trainer, of a subclass that computes what a plain SFTTrainer with the same arguments does and writes checkpoints as
+        `WholeCheckpoints` says.
 
     Raises:
         TypeError: if args is neither, or an argument is unknown to SFTConfig.
@@ -147,7 +261,7 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
     elif not isinstance(args, trl.SFTConfig):
         raise TypeError(f"args must be an SFTConfig or a dict of its arguments, got {type(args).__name__}")
     _refuse_bf16(args.bf16 and not args.use_cpu)
-    trainer = trl.SFTTrainer(model=model, train_dataset=train_dataset, args=args, **kwargs)
+    trainer = _trainer_class()(model=model, train_dataset=train_dataset, args=args, **kwargs)
     if _is_empty(trainer.train_dataset):
         raise ValueError(
             "no row of train_dataset has a token to train on: all labels are -100, in every row. Look at what masks them "

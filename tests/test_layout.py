@@ -30,7 +30,7 @@ DOORS = {
     "peft": ("adapters.py",),
     "safetensors": ("loading.py", "export/"),
     "torch": ("",),
-    "transformers": ("loading.py", "binding.py", "forwards/", "export/", "chat_templates/"),
+    "transformers": ("loading.py", "binding.py", "forwards/", "export/", "chat_templates/", "trainers.py"),
     "trl": ("trainers.py",),
 }
 # What a part of fastlm may import of the rest of it: only what stands below it.
@@ -44,6 +44,7 @@ BELOW = {
         "fastlm.patching",
         "fastlm.quant",
     ),
+    "checkpoints.py": ("fastlm.files",),
     "config.py": (),
     "families.py": (),
     "patching.py": (),
@@ -228,13 +229,14 @@ def test_importing_fastlm_changes_no_other_library():
 
 
 IMPORT_TIME = """
-import time
+import sys, time
 import torch, transformers
 # what any training script loads anyway
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 start = time.process_time()
 from fastlm import FastLanguageModel, patch_model, report, revert
 print(time.process_time() - start)
+assert "trl" not in sys.modules
 """
 
 

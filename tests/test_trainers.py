@@ -117,7 +117,7 @@ def test_get_trainer(tmp_path, checkpoint, as_dict):
     less = {name: value for name, value in settings.items() if name not in ("bf16", "use_cpu")}
     args = less if as_dict else trl.SFTConfig(**settings)
     trainer = FastLanguageModel.get_trainer(model, training.rows(), args, processing_class=training.tokenizer())
-    assert type(trainer) is trl.SFTTrainer and trainer.args.max_length == (128 if as_dict else 1024)
+    assert isinstance(trainer, trl.SFTTrainer) and trainer.args.max_length == (128 if as_dict else 1024)
     training.assert_same_run(training.train(trainer), want)
     training.assert_ran_fast(model)
 

@@ -1,0 +1,247 @@
+"""Training that is killed in its second save, and resumed: `python checkpoint_worker.py FOLDER`. Every run is a fork of one process.
+
+Writes FOLDER/<moment>/result.pt: {resumed, weights, log}, and FOLDER/result.pt of the run that nobody killed. With a rank in the
+environment, it is one process of two that train and save together instead.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import tiny
+import torch
+import torch.distributed as dist
+import training
+import transformers
+import trl
+
+import fastlm
+from fastlm import FastLanguageModel, checkpoints
+
+STEPS, EVERY, KILLED = 6, 2, 4
+RANDOM_KILLS = 3
+
+
+def make(folder, plain: bool = False, **args):
+    """get_trainer's, or TRL's own, with checkpoints; the adapters' dropout needs the saved state of torch's generator."""
+    stock = tiny.model("llama", attention="sdpa")
+    model = fastlm.patch_model(tiny.with_lora(stock, lora_dropout=0.1), strict=True)
+    settings = training.settings(
+        folder, **{"max_steps": STEPS, "save_strategy": "steps", "save_steps": EVERY, "learning_rate": 1e-2, **args}
+    )
+    datasets = dict(train_dataset=training.rows(), eval_dataset=training.rows((9, 14)))
+    tokenizer = training.tokenizer()
+    if plain:
+        return trl.SFTTrainer(model=model, args=trl.SFTConfig(**settings), processing_class=tokenizer, **datasets)
+    return FastLanguageModel.get_trainer(model, args=settings, processing_class=tokenizer, **datasets)
+
+
+def die(*_args, **_kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(owner, name: str, condition, first=die) -> None:
+    """Call `first` before a function, where the condition holds of its arguments."""
+    original = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        if condition(*args):
+            first(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def after(owner, name: str, condition) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        value = original(*args, **kwargs)
+        if condition(*args):
+            die()
+        return value
+
+    setattr(owner, name, wrapped)
+
+
+def ends(position: int, *parts: str):
+    """Whether a path among the arguments lies in the save that is to be killed and ends in one of these names."""
+    return lambda *args: f"checkpoint-{KILLED}" in str(args[position]) and str(args[position]).endswith(parts)
+
+
+def half_of(content, path, *_args, **_kwargs) -> None:
+    whole = io.BytesIO()
+    torch.save(content, whole)
+    Path(path).write_bytes(whole.getvalue()[: whole.tell() // 2])
+    die()
+
+
+def half_a_removal(path, *_args, **_kwargs) -> None:
+    (Path(path) / "optimizer.pt").unlink()
+    die()
+
+
+PLACE = f"checkpoint-{KILLED}"
+# moment -> how to die then, and the step that a run goes on from
+MOMENTS = {
+    "after-the-adapter": (lambda t: after(t, "save_model", ends(0, PLACE)), 2),
+    "half-of-the-optimizer": (lambda t: before(torch, "save", ends(1, "optimizer.pt"), half_of), 2),
+    "half-of-the-generators": (lambda t: before(torch, "save", ends(1, "rng_state.pth"), half_of), 2),
+    "before-the-trainer-state": (
+        lambda t: before(transformers.TrainerState, "save_to_json", ends(1, checkpoints.TRAINER_STATE)),
+        2,
+    ),
+    "before-the-manifest": (lambda t: before(checkpoints, "manifest", ends(0, PLACE)), 2),
+    "before-the-rename": (lambda t: before(os, "replace", ends(1, PLACE)), 2),
+    "after-the-rename": (lambda t: after(os, "replace", ends(1, PLACE)), 4),
+    # the older checkpoint goes when the new one is whole
+    "in-the-rotation": (
+        lambda t: before(shutil, "rmtree", lambda path, *_: str(path).endswith("checkpoint-2"), half_a_removal),
+        4,
+    ),
+}
+
+
+def forked(function, *args) -> int:
+    """Run in a child process. Returns its exit code, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(start(function, *args), 0)[1])
+
+
+def start(function, *args) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        function(*args)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def killed_run(folder: Path, moment: str) -> None:
+    trainer = make(folder, save_total_limit=1)
+    MOMENTS[moment][0](trainer)
+    trainer.train()
+
+
+def signalled_run(folder: Path, pipe: int) -> None:
+    """A run that tells when its second save begins and ends."""
+    trainer = make(folder, save_total_limit=1)
+    is_second = ends(0, PLACE)
+    before(checkpoints, "begin", is_second, lambda *_: os.write(pipe, b"b"))
+    save = trainer._save_checkpoint
+
+    def saved(model, trial):
+        save(model, trial)
+        if trainer.state.global_step == KILLED:
+            os.write(pipe, b"e")
+
+    trainer._save_checkpoint = saved
+    trainer.train()
+
+
+def whole_run(folder: Path) -> None:
+    trainer = make(folder)
+    trainer.train()
+    keep(folder, trainer, resumed=None)
+
+
+def resumed_run(folder: Path) -> None:
+    found = checkpoints.newest_whole(str(folder))
+    trainer = make(folder, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=True)
+    keep(folder, trainer, resumed=os.path.basename(found))
+
+
+def keep(folder: Path, trainer, resumed: str | None) -> None:
+    result = dict(resumed=resumed, weights=training.trained(trainer.model), log=training.logged(trainer))
+    torch.save(result, folder / "result.pt")
+
+
+def two_processes(folder: Path) -> None:
+    """Two that save one folder, and go on from it; the newest is damaged in between."""
+    dist.init_process_group("gloo")
+    trainer = make(folder / "run")
+    trainer.train()
+    weights = training.trained(trainer.model)
+    dist.barrier()
+    names = sorted(os.listdir(folder / "run"))
+    files = sorted(os.listdir(folder / "run" / "checkpoint-4"))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip_a_bit(folder / "run" / "checkpoint-6" / "optimizer.pt")
+    dist.barrier()
+    again, loaded = make(folder / "run"), []
+    again._load_from_checkpoint = lambda path: loaded.append(os.path.basename(path))
+    # Trainer cannot: it asks torch.load for the device cpu:0 (or cpu:1)
+    again._load_optimizer_and_scheduler = lambda path: None
+    again.train(resume_from_checkpoint=True)
+    after_resume = sorted(os.listdir(folder / "run"))
+    errors = []
+    if dist.get_rank() == 0:
+        flip_a_bit(folder / "run" / "checkpoint-2" / "rng_state_1.pth")
+    dist.barrier()
+    try:
+        make(folder / "run").train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2"))
+    except ValueError as error:
+        errors = [str(error)]
+    result = dict(
+        weights=weights,
+        loaded=loaded,
+        names=names,
+        files=files,
+        after=after_resume,
+        errors=errors,
+    )
+    torch.save(result, folder / f"rank{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def main(folder: Path) -> None:
+    assert forked(whole_run, folder) == 0
+    for moment in MOMENTS:
+        assert forked(killed_run, folder / moment, moment) == -signal.SIGKILL, moment
+        assert forked(resumed_run, folder / moment) == 0, moment
+    # nobody is killed in the first of these: it measures how long the save takes
+    chance, lasts = random.Random(11), None
+    for i in range(RANDOM_KILLS + 1):
+        reader, writer = os.pipe()
+        name = folder / f"random-{i}"
+        child = start(signalled_run, name, writer)
+        assert os.read(reader, 1) == b"b"
+        began = time.perf_counter()
+        if lasts is None:
+            assert os.read(reader, 1) == b"e"
+            lasts = time.perf_counter() - began
+            os.waitpid(child, 0)
+            continue
+        time.sleep(chance.random() * lasts)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert forked(resumed_run, name) == 0, name
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.disable(logging.INFO)
+    (two_processes if "RANK" in os.environ else main)(Path(sys.argv[1]))
