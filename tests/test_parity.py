@@ -160,7 +160,8 @@ def test_no_worse_than_stock_at_the_same_precision(name, mode):
     for ours_p, exact_p in zip(stock.parameters(), exact.parameters(), strict=True):
         exact_p.data.copy_(ours_p.data)
     theirs_sum = ours_sum = 0.0
-    for seed in range(4):
+    # so many that chance decides nothing
+    for seed in range(12):
         batch = dict(input_ids=tiny.ids(2, 24, seed), labels=tiny.ids(2, 24, seed))
         truth_loss, truth = tiny.loss_and_gradients(exact, batch)
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
