@@ -68,7 +68,31 @@ def finetune(rows: list[dict]) -> str:
     return markdown(header, table)
 
 
-TABLES: dict[str, Callable[[list[dict]], str]] = {"finetune": finetune}
+def parity(rows: list[dict]) -> str:
+    """One line for each kind of weights and precision: how our errors compare with stock's over all families."""
+    groups: dict[tuple[str, str, str], list[dict]] = {}
+    for row in rows:
+        groups.setdefault((row["device"], row["weights"], row["mode"]), []).append(row)
+    table = []
+    for (device, weights, mode), lines in groups.items():
+        # in float32 both are rounding noise: what counts is that ours is small
+        ratios = [line["rms_ours"] / line["rms_stock"] for line in lines if line["rms_stock"]]
+        typical = sorted(ratios)[len(ratios) // 2]
+        table.append((
+            weights, mode, str(len({line["family"] for line in lines})), f"{max(line['rms_ours'] for line in lines):.1e}",
+            f"{typical:.2f}", f"{max(ratios):.2f}", "whole layers" if lines[0]["path"] == "block" else "parts", device,
+            lines[0]["transformers"], lines[0]["commit"][:9],
+        ))  # fmt: skip
+    if not table:
+        return "Nothing measured yet.\n"
+    header = (
+        "weights", "precision", "families", "largest RMS error", "RMS error, ours / stock: median", "largest", "runs as",
+        "device", "transformers", "commit",
+    )  # fmt: skip
+    return markdown(header, table)
+
+
+TABLES: dict[str, Callable[[list[dict]], str]] = {"finetune": finetune, "parity": parity}
 
 
 def filled(text: str) -> str:
