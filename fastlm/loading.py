@@ -18,6 +18,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from fastlm import files, quant
 from fastlm.config import LoadConfig
+from fastlm.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
@@ -253,8 +254,7 @@ def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int
     model_config, length = _config(config, source, common)
     quantization = _quantization(config, model_config, dtype, source)
     attention = config.attn_implementation
-    if attention is None and getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None:
-        # transformers' SDPA attention drops the soft-cap of the scores
+    if attention is None and _needs_eager(model_config):
         attention = "eager"
     model, info = AutoModelForCausalLM.from_pretrained(
         source.model,
@@ -272,6 +272,14 @@ def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int
     _check_fit(source.model, model, info)
     quant.keep_cpu_layout(model)
     return model, length
+
+
+def _needs_eager(model_config: Any) -> bool:
+    """Whether attention scores are capped by a model whose attention stays stock: transformers' SDPA drops the cap."""
+    settings = model_config.get_text_config().to_dict()
+    family = FAMILIES.get(settings["model_type"])
+    is_ours = family is not None and family.softcap is not None and not settings.get("attention_dropout")
+    return settings.get("attn_logit_softcapping") is not None and not is_ours
 
 
 def _device_map(device_map: Any) -> Any:

@@ -449,3 +449,22 @@ def test_checkpoints_that_are_quantized_already(base, tmp_path, kind):
     assert all(row.parts == ("norm",) and not row.fallback_calls for row in layers)
     with pytest.raises(RuntimeError, match=f"would stay stock: its weights are {what}"):
         load(tmp_path, load_in_16bit=None, strict=True)
+
+
+@pytest.mark.parametrize("name", sorted(tiny.MODELS))
+def test_every_family_loads_onto_whole_layers(tmp_path, name, base):
+    """Strict, from a folder, whatever attention the release of transformers would choose by itself."""
+    tiny.model(name, torch.bfloat16).save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model", load_in_16bit=True, strict=True)
+    x = tiny.ids(2, 40)
+    model.train()(input_ids=x, labels=x, use_cache=False)
+    assert {row.path for row in fastlm.report(model) if ".layers." in row.layer} == {"block"}
+
+
+def test_capped_scores_never_lose_their_cap(tmp_path, base):
+    """Where the layer stays stock, attention is one that knows the cap."""
+    tiny.model("gemma2", attention_dropout=0.1).save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model", load_in_16bit=True, dtype=torch.float32)
+    assert model.config._attn_implementation == "eager"
