@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlm import files, quant
+from fastlm.patching import patch_of
 from fastlm_kernels.lora import Projection
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,13 @@ def _is_idle(hook: Any) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling this module does more than its forward: such a module must be called, not read."""
+    """Whether calling this module does more than its class's forward: such a module must be called, not read."""
+    own = module.__dict__.get("forward")
+    if own is not None:
+        patch = patch_of(module)
+        if patch is None or not isinstance(own, types.MethodType) or own.__func__ is not patch.bound:
+            # somebody replaced it
+            return True
     return bool(
         (module._forward_hooks and not all(_is_idle(hook) for hook in module._forward_hooks.values()))
         or module._forward_pre_hooks

@@ -88,10 +88,12 @@ def _attention_reason(base: PreTrainedModel, keep_attention: bool) -> str | None
     default = "sdpa" if base._supports_sdpa else "eager"
     if keep_attention or implementation not in (default, backbone.ATTENTION):
         return f"attention implementation {implementation!r} was asked for"
-    # not every family's config has it
-    dropout = base.config.to_dict().get("attention_dropout")
-    if dropout:
-        return f"attention_dropout is {dropout}"
+    # not every family's config has them
+    settings = base.config.to_dict()
+    if settings.get("attention_dropout"):
+        return f"attention_dropout is {settings['attention_dropout']}"
+    if settings.get("is_causal") is False:
+        return "its config says that it is not causal"
     return None
 
 
@@ -117,6 +119,8 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
         part, forward, facts, reason = found
         if reason is None and part in ("attention", "mlp"):
             reason = quant.unreadable(module)
+        if reason is None and part == "mlp":
+            reason = mlp.other_activation(module, base.config, family)
         if reason is None:
             reason = bind(module, part, forward, facts, state.strict)
         if reason is not None:

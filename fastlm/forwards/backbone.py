@@ -45,21 +45,29 @@ def sequence_layout(kwargs: dict[str, Any], tokens: Tensor) -> SequenceLayout | 
     return layout
 
 
-def mask_of_layout(kwargs: dict[str, Any], hidden_states: Tensor, window: int | None) -> Tensor | None:
-    """The mask [B, 1, S, S] (bool, true: sees) that says what the layout of this call does; without one, the call's own."""
-    layout = sequence_layout(kwargs, hidden_states)
-    if layout is None:
-        return kwargs.get("attention_mask")
+def stock_mask(kwargs: dict[str, Any], hidden_states: Tensor, window: int | None, implementation: str) -> Tensor | None:
+    """The mask for a stock attention that is not told of the layout: what the call's own says, else what layout and window do.
+
+    [B, 1, S, S], true where a query sees a key; for eager attention, which adds it to the scores, 0 there and very small elsewhere.
+    """
+    layout, given = sequence_layout(kwargs, hidden_states), kwargs.get("attention_mask")
+    if given is not None or (layout is None and window is None and implementation != "eager"):
+        return given
     batch, length, _ = hidden_states.shape
     device = hidden_states.device
-    places = torch.arange(batch * length, device=device) if layout.indices is None else layout.indices
-    of_token = torch.bucketize(torch.arange(len(places), device=device), layout.cu_seqlens[1:], right=True)
-    sequence = torch.full((batch * length,), -1, device=device).index_copy_(0, places, of_token).view(batch, length)
     i = torch.arange(length, device=device)
-    seen = (i[:, None] >= i) & (sequence[:, :, None] == sequence[:, None]) & (sequence[:, :, None] >= 0)
+    seen = (i[:, None] >= i)[None].expand(batch, -1, -1)
+    if layout is not None:
+        places = torch.arange(batch * length, device=device) if layout.indices is None else layout.indices
+        of_token = torch.bucketize(torch.arange(len(places), device=device), layout.cu_seqlens[1:], right=True)
+        sequence = torch.full((batch * length,), -1, device=device).index_copy_(0, places, of_token).view(batch, length)
+        seen = seen & (sequence[:, :, None] == sequence[:, None]) & (sequence[:, :, None] >= 0)
     if window is not None:
-        seen &= i[:, None] - i < window
-    return seen[:, None]
+        seen = seen & (i[:, None] - i < window)
+    if implementation != "eager":
+        return seen[:, None]
+    hidden = torch.finfo(hidden_states.dtype).min
+    return torch.zeros_like(seen, dtype=hidden_states.dtype).masked_fill_(~seen, hidden)[:, None]
 
 
 def mask_function(

@@ -62,8 +62,15 @@ class DeferredLogits:
 
     def __init__(self, head: nn.Module, hidden: Tensor, shape: LogitShape) -> None:
         self.head, self.hidden, self.shape = head, hidden, shape
+        self.has_graph = torch.is_grad_enabled()
+        self.versions = [(p, p._version) for p in head.parameters()]
 
     def __call__(self) -> Tensor:
+        if any(p._version != version for p, version in self.versions):
+            raise RuntimeError(
+                "the logits of a training step are made when they are read, and the head has been trained or changed since: read "
+                "them before the optimizer's step, or call the model without labels"
+            )
         dtensor = sys.modules.get("torch.distributed.tensor")
         if dtensor is not None and isinstance(self.head.weight, dtensor.DTensor) and not adapters.has_hooks(self.head):
             raise RuntimeError(
@@ -71,7 +78,9 @@ class DeferredLogits:
                 "them before the backward with reshard_after_forward=False on the root module, shard the head by itself, or "
                 "call the model without labels"
             )
-        return self.shape.logits(self.head(self.hidden))
+        # with the graph that the step has, whoever reads them first
+        with torch.inference_mode(False), torch.set_grad_enabled(self.has_graph):
+            return self.shape.logits(self.head(self.hidden))
 
 
 @dataclass
@@ -199,6 +208,8 @@ def forward(
             return patch.stock(self, **backbone_inputs, logits_to_keep=logits_to_keep, **kwargs)
         if self.loss_function is not ForCausalLMLoss:
             raise Fallback("the model has a loss function of its own")
+        if self.dtype is torch.float64:
+            raise Fallback("the loss in float64 has no kernel")
         if isinstance(logits_to_keep, Tensor) or logits_to_keep:
             raise Fallback("labels and logits_to_keep were given together")
         if kwargs.get("ignore_index", IGNORE_INDEX) != IGNORE_INDEX:

@@ -15,8 +15,8 @@ from fastlm.block.function import BlockFunction
 from fastlm.block.spec import KEEP_ALL, RECOMPUTE_ALL, BlockSpec, Layer, Norm
 from fastlm.families import Family
 from fastlm.forwards.attention import window_of
-from fastlm.forwards.backbone import ATTENTION, CACHE, NEEDS_INPUT_GRADIENT, mask_of_layout, sequence_layout
-from fastlm.forwards.mlp import activation_name
+from fastlm.forwards.backbone import ATTENTION, CACHE, NEEDS_INPUT_GRADIENT, sequence_layout, stock_mask
+from fastlm.forwards.mlp import activation_name, other_activation
 from fastlm.forwards.projections import is_decode_step
 from fastlm.patching import Patch, patch_of
 from fastlm_kernels.attention import attention_backend
@@ -86,6 +86,9 @@ def unfit(layer: nn.Module, family: Family) -> str | None:
     activation = activation_name(layer.self_attn.config, family)
     if activation is None:
         return f"activation {getattr(layer.self_attn.config, family.activation)!r} has no kernel"
+    activation_reason = other_activation(layer.mlp, layer.self_attn.config, family)
+    if activation_reason is not None:
+        return activation_reason
     for name in family.refuses:
         if _attribute(layer, name):
             return f"{name} is {_attribute(layer, name)}"
@@ -222,16 +225,19 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     else:
         if not patch.backend:
             _note_backend(patch, layer, hidden_states)
-        if not needs_input_gradient and self.self_attn.layer_idx == 0 and not self._backward_hooks:
-            # only a trainer's hook asks for it, and nobody reads it
+        is_marked_leaf = hidden_states.is_leaf and not hidden_states._backward_hooks and not self._backward_hooks
+        if not needs_input_gradient and is_marked_leaf:
+            # only a trainer's hook on the embeddings asks for its gradient, and nobody reads it
             hidden_states = hidden_states.detach()
         cos, sin = kwargs["position_embeddings"]
         cos, sin = _tables(cos, sin, facts.family)
         return BlockFunction.apply(hidden_states, cos, sin, layer, *tensors)
     if recomputes:
         kwargs |= {"past_key_values": None, "use_cache": False}
-    if not facts.family.layer_keeps_kwargs:
-        kwargs["attention_mask"] = mask_of_layout(kwargs, hidden_states, facts.spec.window)
+    implementation = self.self_attn.config._attn_implementation
+    if implementation != ATTENTION or not facts.family.layer_keeps_kwargs:
+        # a layer with a config of its own, say
+        kwargs["attention_mask"] = stock_mask(kwargs, hidden_states, facts.spec.window, implementation)
     if "past_key_values" in kwargs:
         kwargs[CACHE] = kwargs.pop("past_key_values")
     if recomputes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from fastlm import adapters
 from fastlm.families import Family
@@ -37,6 +38,16 @@ def activation_name(config: Any, family: Family) -> str | None:
     """The op's name of the activation that a model of this family has, or None if no kernel computes it."""
     name = ACTIVATIONS.get(getattr(config, family.activation))
     return None if name == "relu2" and family.is_gated else name
+
+
+def other_activation(module: nn.Module, config: Any, family: Family) -> str | None:
+    """Why this MLP does not compute what its config says, or None: somebody gave it another activation."""
+    wanted: type = type(ACT2FN[getattr(config, family.activation)])
+    for child in module.children():
+        is_activation = type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation")
+        if is_activation and type(child) is not wanted:
+            return f"its activation is a {type(child).__name__}, not the {wanted.__name__} of its config"
+    return None
 
 
 def fits(family: Family) -> bool:
