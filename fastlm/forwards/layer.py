@@ -226,7 +226,8 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         if not patch.backend:
             _note_backend(patch, layer, hidden_states)
         is_marked_leaf = hidden_states.is_leaf and not hidden_states._backward_hooks and not self._backward_hooks
-        if not needs_input_gradient and is_marked_leaf:
+        # checkpointing from elsewhere hands leaves to later layers too
+        if not needs_input_gradient and is_marked_leaf and self.self_attn.layer_idx == 0:
             # only a trainer's hook on the embeddings asks for its gradient, and nobody reads it
             hidden_states = hidden_states.detach()
         cos, sin = kwargs["position_embeddings"]
