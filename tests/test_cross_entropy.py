@@ -1,6 +1,5 @@
 """What the generic op test cannot ask of cross_entropy: bad labels, impossible tokens, ties, huge logits."""
 
-import contextlib
 import math
 
 import pytest
@@ -13,15 +12,6 @@ from fastlm_kernels.cross_entropy import cross_entropy, cross_entropy_fwd, cross
 
 # V below one tile, one tile of 8192 columns to the column, and one that ends inside its last tile
 VOCABULARIES = (7, 512, 8192, 17000)
-
-
-@pytest.fixture(params=["torch", "interpreter"])
-def path(request):
-    """CPU tensors through the torch path, then through the kernels."""
-    if request.param == "interpreter" and torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU in this process: the gpu tests run the kernels")
-    with _launch.interpreting() if request.param == "interpreter" else contextlib.nullcontext():
-        yield request.param
 
 
 def _logits(n_rows, n_cols, seed=0):

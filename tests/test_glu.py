@@ -3,21 +3,9 @@
 import pytest
 import torch
 
-from fastlm_kernels import _launch
 from fastlm_kernels.glu import ACTIVATIONS, glu, glu_bwd, glu_fwd, glu_reference
 
 CANARY = 12345.0
-
-
-@pytest.fixture(params=["torch", "interpreter"])
-def path(request):
-    if request.param == "torch":
-        yield
-    elif torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU in this process: the gpu tests run the kernels")
-    else:
-        with _launch.interpreting():
-            yield
 
 
 def _inputs(rows=3, columns=37):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from fastlm_kernels import _launch
 from fastlm_kernels.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
@@ -15,17 +14,6 @@ from fastlm_kernels.layer_norm import (
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 EPS = 1e-5
-
-
-@pytest.fixture(params=["torch", "interpreter"])
-def path(request):
-    if request.param == "torch":
-        yield request.param
-    elif torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU in this process: the gpu tests run the kernels")
-    else:
-        with _launch.interpreting():
-            yield request.param
 
 
 def _randn(*shape, seed=0, dtype=torch.float32, device="cpu"):

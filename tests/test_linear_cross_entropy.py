@@ -1,6 +1,5 @@
 """The fused head: masks, chunks, what is computed and when, and the statistics that TRL asks for."""
 
-import contextlib
 import importlib
 import math
 
@@ -20,15 +19,6 @@ from fastlm_kernels.testing import poisoned_memory
 
 # the package's attribute of this name would do, but the module is what holds CHUNK_BYTES
 module = importlib.import_module("fastlm_kernels.linear_cross_entropy")
-
-
-@pytest.fixture(params=["torch", "interpreter"])
-def path(request):
-    """CPU tensors through the torch path, then through the row kernels."""
-    if request.param == "interpreter" and torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU in this process: the gpu tests run the kernels")
-    with _launch.interpreting() if request.param == "interpreter" else contextlib.nullcontext():
-        yield request.param
 
 
 @pytest.fixture

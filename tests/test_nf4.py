@@ -6,22 +6,11 @@ import math
 import pytest
 import torch
 
-from fastlm_kernels import _launch, nf4
+from fastlm_kernels import nf4
 from fastlm_kernels.nf4 import CODE, NF4Weight, nf4_decode, nf4_decode_reference, nf4_decode_stacked
 
 CANARY = 12345.0
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(params=["torch", "interpreter"])
-def path(request):
-    if request.param == "torch":
-        yield request.param
-    elif torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU in this process: the gpu tests run the kernels")
-    else:
-        with _launch.interpreting():
-            yield request.param
 
 
 def _weight(shape, blocksize=64):

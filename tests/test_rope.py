@@ -6,21 +6,9 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rop
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rope
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from fastlm_kernels import _launch
 from fastlm_kernels.rope import rope, rope_bwd, rope_fwd
 
 CANARY = 12345.0
-
-
-@pytest.fixture(params=["torch", "interpreter"])
-def path(request):
-    if request.param == "torch":
-        yield
-    elif torch.cuda.is_available():
-        pytest.skip("Triton compiles for the GPU in this process: the gpu tests run the kernels")
-    else:
-        with _launch.interpreting():
-            yield
 
 
 def _tables(rows, rotary_dim):
