@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastlm import adapters, loading, quant
-from fastlm.families import FAMILIES, Family
+from fastlm.families import FAMILIES, Family, stock_attention_reason
 from fastlm.forwards import attention, backbone, causal_lm, layer, linear, mlp, norm
 from fastlm.patching import bind, own_class, patch_of, patched_modules, unbind
 
@@ -88,13 +88,7 @@ def _attention_reason(base: PreTrainedModel, keep_attention: bool) -> str | None
     default = "sdpa" if base._supports_sdpa else "eager"
     if keep_attention or implementation not in (default, backbone.ATTENTION):
         return f"attention implementation {implementation!r} was asked for"
-    # not every family's config has them
-    settings = base.config.to_dict()
-    if settings.get("attention_dropout"):
-        return f"attention_dropout is {settings['attention_dropout']}"
-    if settings.get("is_causal") is False:
-        return "its config says that it is not causal"
-    return None
+    return stock_attention_reason(base.config.to_dict())
 
 
 def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, attention_reason: str | None) -> None:

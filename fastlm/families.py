@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,16 @@ class Family:
     logit_softcap: str | None = None
     logit_scale: str | None = None
     logit_divisor: str | None = None
+
+
+def stock_attention_reason(settings: Mapping[str, Any]) -> str | None:
+    """Why the attention of a model with these settings stays stock, whatever its family, or None."""
+    # not every config has them
+    if settings.get("attention_dropout"):
+        return f"attention_dropout is {settings['attention_dropout']}"
+    if settings.get("is_causal") is False:
+        return "its config says that it is not causal"
+    return None
 
 
 def _row(model_type: str, prefix: str, **facts) -> Family:

@@ -18,7 +18,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from fastlm import files, quant
 from fastlm.config import LoadConfig
-from fastlm.families import FAMILIES
+from fastlm.families import FAMILIES, stock_attention_reason
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ def _needs_eager(model_config: Any) -> bool:
     """Whether attention scores are capped by a model whose attention stays stock: transformers' SDPA drops the cap."""
     settings = model_config.get_text_config().to_dict()
     family = FAMILIES.get(settings["model_type"])
-    is_ours = family is not None and family.softcap is not None and not settings.get("attention_dropout")
+    is_ours = family is not None and family.softcap is not None and stock_attention_reason(settings) is None
     return settings.get("attn_logit_softcapping") is not None and not is_ours
 
 
