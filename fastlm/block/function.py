@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from fastlm.block.heads import heads_bwd, heads_fwd, turns_in_place
-from fastlm.block.mlp import act_fwd, mlp_bwd
 from fastlm.block.norms import Statistics, norm_bwd, norm_fwd
 from fastlm.block.spec import RECOMPUTE_ALL, Layer, MemoryPlan, Norm
 from fastlm_kernels._attention_record import attention_bwd, attention_recorded
 from fastlm_kernels.attention import attention
 from fastlm_kernels.lora import StackedLinear
+from fastlm_kernels.lora_mlp import act_fwd, mlp_bwd
 
 # B batch, S sequence, T = B*S tokens, D hidden size
 
@@ -84,12 +84,19 @@ def _attention_options(layer: Layer) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def _normed(
+    norm: Norm, x: Tensor, linear: StackedLinear, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Statistics]:
+    """`norm_fwd`, where it can into the room of the projections that read it."""
+    room = None if norm.is_layer_norm else linear.input(x.shape[0], x.device)
+    return norm_fwd(norm, x, residual, out=room)
+
+
 def _read(rows: Tensor, layer: Layer, linear: StackedLinear) -> tuple[Tensor, Statistics]:
     """What attention (and a parallel MLP) reads: norm(x) [T, D], or x itself without a norm."""
     if layer.attention_norm is None:
         return rows, ()
-    room = None if layer.attention_norm.is_layer_norm else linear.input(rows.shape[0], rows.device)
-    n, _, statistics = norm_fwd(layer.attention_norm, rows, out=room)
+    n, _, statistics = _normed(layer.attention_norm, rows, linear)
     return n, statistics
 
 
@@ -119,17 +126,8 @@ def _add(rows: Tensor, added: Tensor, layer: Layer, linear: StackedLinear) -> _A
     kept = raw if layer.attention_out_norm is not None else None
     if layer.mlp_norm is None:
         return _Added(rows + added, None, (), kept, added_statistics)
-    room = None if layer.mlp_norm.is_layer_norm else linear.input(rows.shape[0], rows.device)
-    read, h, statistics = norm_fwd(layer.mlp_norm, added, rows, out=room)
+    read, h, statistics = _normed(layer.mlp_norm, added, linear, rows)
     return _Added(h, read, statistics, kept, added_statistics)
-
-
-def _norm_again(added: _Added, layer: Layer, linear: StackedLinear) -> None:
-    """What the MLP reads, made again from h."""
-    if layer.mlp_norm is None:
-        return
-    room = None if layer.mlp_norm.is_layer_norm else linear.input(added.h.shape[0], added.h.device)
-    added.read, _, added.statistics = norm_fwd(layer.mlp_norm, added.h, out=room)
 
 
 class BlockFunction(torch.autograd.Function):
@@ -221,7 +219,8 @@ class BlockFunction(torch.autograd.Function):
             saved = record.take()
         if plan.residual:
             added = _Added(kept["h"], None, (), kept.get("added"), ())
-            _norm_again(added, layer, linears.gate_up)
+            if layer.mlp_norm is not None:
+                added.read, _, added.statistics = _normed(layer.mlp_norm, added.h, linears.gate_up)
             if layer.attention_out_norm is not None:
                 added.added_statistics = norm_fwd(layer.attention_out_norm, kept["added"])[2]
         else:
@@ -238,8 +237,9 @@ class BlockFunction(torch.autograd.Function):
             dz = norm_bwd(layer.mlp_out_norm, dz, z, norm_fwd(layer.mlp_out_norm, z)[2])
             del z
         dread, mlp_grads = mlp_bwd(
-            dz, read, gate_up, linears.gate_up, linears.down, spec, True, needed[2] + needed[3], not plan.gate_up
-        )
+            dz, read, gate_up, linears.gate_up, linears.down, spec.activation, True, needed[2] + needed[3],
+            owns_packed=not plan.gate_up, is_gated=spec.is_gated,
+        )  # fmt: skip
         del dz, read, gate_up
         assert dread is not None  # it was asked for
         mlp_bias = _bias_grad(layer.mlp_norm, dread) if trains_mlp_bias else None
@@ -291,7 +291,8 @@ def _bias_grad(norm: Norm | None, dy: Tensor) -> Tensor:
 
 
 def _act(gate_up: Tensor, layer: Layer, down: StackedLinear) -> Tensor:
-    return act_fwd(gate_up, layer.spec, down.input(gate_up.shape[0], gate_up.device))
+    room = down.input(gate_up.shape[0], gate_up.device)
+    return act_fwd(gate_up, layer.spec.activation, layer.spec.is_gated, out=room)
 
 
 def _shares(needed: Sequence[bool], linears: Linears) -> list[list[bool]]:

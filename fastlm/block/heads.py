@@ -105,27 +105,27 @@ def heads_bwd(
     dq_out, dk_out, dv_out = split(out, layer, batch)
     dv_out.copy_(dv)
     q, k, _ = split(packed, layer, batch)
-    if q_norm is None or k_norm is None:
-        if spec.rotates:
-            rope_bwd(dq, dk, None, None, cos, sin, interleaved=spec.rope_interleaved, dq_out=dq_out, dk_out=dk_out)
-        else:
-            dq_out.copy_(dq), dk_out.copy_(dk)
-        return
     if _is_fused(layer):
+        assert q_norm is not None and k_norm is not None
         rope_bwd(
             dq, dk, q, k, *_standing(cos, sin, layer), q_norm.weight, k_norm.weight, heads.q_statistics[0],
             heads.k_statistics[0], q_norm.weight_offset, spec.rope_interleaved, dq_out=dq_out, dk_out=dk_out,
         )  # fmt: skip
         return
-    if spec.qk_norm_place == "after":
+    is_after = spec.qk_norm_place == "after"
+    if q_norm is not None and k_norm is not None and is_after:
         dq = _unnormed(dq, q, layer, q_norm, heads.q_statistics)
         dk = _unnormed(dk, k, layer, k_norm, heads.k_statistics)
-        if not spec.rotates:
-            dq_out.copy_(dq), dk_out.copy_(dk)
-            return
-        rope_bwd(dq, dk, None, None, cos, sin, interleaved=spec.rope_interleaved, dq_out=dq_out, dk_out=dk_out)
-        return
+    # straight to its place, if nothing comes behind
+    is_last = q_norm is None or k_norm is None or is_after
     if spec.rotates:
-        dq, dk, _, _ = rope_bwd(dq, dk, None, None, cos, sin, interleaved=spec.rope_interleaved)
-    dq_out.copy_(_unnormed(dq, q, layer, q_norm, heads.q_statistics))
-    dk_out.copy_(_unnormed(dk, k, layer, k_norm, heads.k_statistics))
+        dq, dk, _, _ = rope_bwd(
+            dq, dk, None, None, cos, sin, interleaved=spec.rope_interleaved, dq_out=dq_out if is_last else None,
+            dk_out=dk_out if is_last else None,
+        )  # fmt: skip
+    if q_norm is not None and k_norm is not None and not is_after:
+        dq = _unnormed(dq, q, layer, q_norm, heads.q_statistics)
+        dk = _unnormed(dk, k, layer, k_norm, heads.k_statistics)
+    if not (spec.rotates and is_last):
+        dq_out.copy_(dq)
+        dk_out.copy_(dk)

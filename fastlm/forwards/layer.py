@@ -1,4 +1,4 @@
-"""A whole decoder layer as one autograd function: reads the layer's modules at call time, keeps nothing of its own."""
+"""A whole decoder layer as one autograd function: reads the layer's modules at call time, and its shape once."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def trains_own_weights(layer: nn.Module) -> bool:
 
 
 def _norm(module: nn.Module, x: Tensor, family: Family, may_train_bias: bool = False) -> Norm:
-    if type(module).__name__ != family.norm or adapters.has_hooks(module):
-        raise _Stock(
-            f"a norm is a {type(module).__name__}" if type(module).__name__ != family.norm else "a norm has hooks"
-        )
+    if type(module).__name__ != family.norm:
+        raise _Stock(f"a norm is a {type(module).__name__}")
+    if adapters.has_hooks(module):
+        raise _Stock("a norm has hooks")
     weight, bias = module.weight, module.bias if isinstance(module, nn.LayerNorm) else None
     casts = family.norm_casts_before_weight and not family.has_layer_norm
     if weight.requires_grad or (bias is not None and bias.requires_grad and not may_train_bias):

@@ -269,16 +269,13 @@ class StackedLinear:
         Where no adapter has to be added behind the GEMM, the sum is the GEMM's own and rounded once.
         """
         has_bias = any(b is not None for b in self.tensors[::3])
-        if self.alone or has_bias or (self.spans and not self.x_pad) or self._stacked() is None:
+        stands_behind = self.alone or has_bias or (self.spans and not self.x_pad)
+        weights = None if stands_behind else self._room()[: self.width] if self.x_pad else self._stacked()
+        if weights is None:
             return self.forward(x).add_(residual)
         self.make_low(x)
-        if self.x_pad:
-            left, right = _widened(x, self.x_pad), self._room()[: self.width].t()
-        else:
-            stacked = self._stacked()
-            assert stacked is not None
-            left, right = x, stacked.t()
-        y = residual.addmm_(left, right) if owns else torch.addmm(residual, left, right)
+        left = _widened(x, self.x_pad)
+        y = residual.addmm_(left, weights.t()) if owns else torch.addmm(residual, left, weights.t())
         if not self.holds:
             self._decoded = None
         return y

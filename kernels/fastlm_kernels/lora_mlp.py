@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastlm_kernels._case import Case
+from fastlm_kernels._pointwise import activation_bwd, activation_fwd
 from fastlm_kernels._stacked import Projection, StackedLinear, check_projections, group_tensors, make_group
 from fastlm_kernels.glu import glu_bwd, glu_fwd
 from fastlm_kernels.lora import lora_linear_reference, make_inputs, strided_inputs, unstacked
@@ -23,7 +24,31 @@ from fastlm_kernels.lora import lora_linear_reference, make_inputs, strided_inpu
 # T rows (tokens), D hidden size, F MLP width
 
 
-def glu_mlp_bwd(
+def act_fwd(packed: Tensor, activation: str, is_gated: bool, out: Tensor | None = None) -> Tensor:
+    """The input projections, [T, 2F] with a gate or [T, F], -> what `down` reads [T, F], in `out` if given."""
+    if is_gated:
+        gate, up = packed.chunk(2, dim=1)
+        return glu_fwd(gate, up, activation, out=out)
+    act = activation_fwd(packed, activation)
+    return act if out is None else out.copy_(act)
+
+
+def act_bwd(dact: Tensor, packed: Tensor, activation: str, is_gated: bool, out: Tensor) -> Tensor:
+    """Gradient of the input projections, written into `out`, which may be `packed`.
+
+    Returns what `down` read, remade; with a gate in the place of `dact`, which must be the caller's alone.
+    """
+    if is_gated:
+        gate, up = packed.chunk(2, dim=1)
+        dgate, dup = out.chunk(2, dim=1)
+        glu_bwd(dact, gate, up, activation, dgate=dgate, dup=dup, h=dact)
+        return dact
+    act = activation_fwd(packed, activation)
+    out.copy_(activation_bwd(dact, packed, activation))
+    return act
+
+
+def mlp_bwd(
     dy: Tensor,
     x: Tensor,
     packed: Tensor,
@@ -33,34 +58,33 @@ def glu_mlp_bwd(
     needs_dx: bool,
     needed: Sequence[bool],
     owns_packed: bool = False,
+    is_gated: bool = True,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Backward of the gated MLP.
+    """Backward of an MLP.
 
     Args:
-        dy: [T, D]; x: [T, D], the MLP's input; packed: [T, 2F], gate and up side by side.
+        dy: [T, D], unit column stride; x: [T, D], the MLP's input; packed: its input projections, [T, 2F] side by side with a
+            gate, else [T, F].
         gate_up, down: with the forward's `low`; where down has none, it is made again from the remade product.
-        needed: of bias, A, B of gate, up and down.
+        needed: of bias, A, B of each of gate_up's projections, then of down's.
         owns_packed: `packed` may be overwritten by its gradient.
 
     Returns:
-        dx [T, D] or None, and the gradients of the nine tensors.
+        dx [T, D] or None, and the gradients of the tensors.
     """
-    dy = dy if dy.stride(1) == 1 else dy.contiguous()
     dact = down.backward_x(dy)
-    gate, up = packed.chunk(2, dim=1)
-    dpacked = packed if owns_packed else torch.empty_like(packed)
-    dgate, dup = dpacked.chunk(2, dim=1)
-    # dact is ours alone, so the remade product takes its place
-    glu_bwd(dact, gate, up, activation, dgate=dgate, dup=dup, h=dact)
-    act = dact
+    dpacked = packed if owns_packed else gate_up.gradient(packed.shape[0], packed.device)
+    act = act_bwd(dact, packed, activation, is_gated, dpacked)
+    del dact, packed
+    n_first = len(gate_up.tensors)
     if not down.low:
         down.make_low(act)
-    grads_down = down.backward_adapters(dy, act, needed[6:])
-    del act, dact, gate, up
+    grads_down = down.backward_adapters(dy, act, needed[n_first:])
+    del act
     dx = gate_up.backward_x(dpacked) if needs_dx else None
     if dx is None:
         gate_up.make_high(dpacked)
-    return dx, [*gate_up.backward_adapters(dpacked, x, needed[:6]), *grads_down]
+    return dx, [*gate_up.backward_adapters(dpacked, x, needed[:n_first]), *grads_down]
 
 
 class LoraGluMlpFunction(torch.autograd.Function):
@@ -68,8 +92,7 @@ class LoraGluMlpFunction(torch.autograd.Function):
     def forward(ctx, x, activation, gate_up, down, *tensors):  # type: ignore[override]
         first, second = StackedLinear(gate_up, tensors[:6], x.dtype), StackedLinear(down, tensors[6:], x.dtype)
         packed = first.forward(x)
-        gate, up = packed.chunk(2, dim=1)
-        y = second.forward(glu_fwd(gate, up, activation))
+        y = second.forward(act_fwd(packed, activation, is_gated=True))
         ctx.activation, ctx.gate_up, ctx.down, ctx.n_low = activation, gate_up, down, len(first.saved())
         ctx.save_for_backward(x, packed, *tensors, *first.saved(), *second.saved())
         return y
@@ -83,7 +106,8 @@ class LoraGluMlpFunction(torch.autograd.Function):
         first.restore(rest[9 : 9 + ctx.n_low])
         second.restore(rest[9 + ctx.n_low :])
         needs_dx, needed = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        dx, grads = glu_mlp_bwd(dy, x, packed, first, second, ctx.activation, needs_dx, needed)
+        dy = dy if dy.stride(1) == 1 else dy.contiguous()
+        dx, grads = mlp_bwd(dy, x, packed, first, second, ctx.activation, needs_dx, needed)
         return dx, None, None, None, *grads
 
 
