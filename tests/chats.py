@@ -15,9 +15,6 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "[INST
 SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"]
 USER, ANSWER = "<|im_start|>user\n", "<|im_start|>assistant\n"
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
-# end of a turn by template; <|im_end|> in the others
-STOPS = {"llama-3": "<|eot_id|>", "llama-3.1": "<|eot_id|>", "gemma": "<end_of_turn>", "gemma-3": "<end_of_turn>"}
-STOPS |= {"mistral": "</s>", "zephyr": "</s>", "vicuna": "</s>", "alpaca": "</s>", "phi-3": "<|end|>"}
 
 
 def make_tokenizer(add_bos=False, special=SPECIAL, merge_newlines=False):
@@ -58,11 +55,6 @@ def chat(*turns):
 def turns(*contents, system=None):
     messages = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
     return [{"role": "system", "content": system}, *messages] if system is not None else messages
-
-
-def written(name, text):
-    """All that the model has to write of an answer in the template of this name."""
-    return {"mistral": " ", "vicuna": " ", "qwen-3": EMPTY_THOUGHT}.get(name, "") + text + STOPS.get(name, "<|im_end|>")
 
 
 def trained(tokenizer, row):

@@ -1,15 +1,20 @@
 """The chat templates: exact renderings, marks, and the copy of a tokenizer that carries one."""
 
+import datetime
 import hashlib
+import importlib.resources
 import logging
+import re
 from pathlib import Path
 
 import pytest
-from chats import ANSWER, EMPTY_THOUGHT, USER, chat, make_tokenizer, trained, turns, written
+from chats import ANSWER, EMPTY_THOUGHT, USER, chat, make_tokenizer, trained, turns
+from golden_masks import DATE, GOLDEN, LLAMA, THINKING, TWO_TURNS, answers, marked, thinking
 from transformers import AutoTokenizer
 
 from fastlm import tokenization
 from fastlm.chat_templates import get_chat_template
+from fastlm.chat_templates.spans import AnswerSpans
 from fastlm.chat_templates.templates import TEMPLATES
 
 
@@ -18,68 +23,71 @@ def tokenizer():
     return make_tokenizer()
 
 
-LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
-PLAIN = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
-PLAIN += "<|im_start|>user\nV<|im_end|>\n<|im_start|>assistant\nB<|im_end|>\n"
-DATE = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-# S system, U and A first turn, V and B second turn; and the prompt of the first, where it is not the text up to A
-RENDERED = {
-    "chatml": (PLAIN, None),
-    "qwen-2.5": (PLAIN, None),
-    "qwen-3-instruct": (PLAIN, None),
-    "smollm2": (PLAIN, None),
-    "qwen-3": (PLAIN.replace(ANSWER, ANSWER + EMPTY_THOUGHT), PLAIN.split("A<")[0]),
-    "llama-3": (
-        "<s>" + LLAMA("system", "S") + LLAMA("user", "U") + LLAMA("assistant", "A") + LLAMA("user", "V")
-        + LLAMA("assistant", "B"),
-        None,
-    ),
-    "llama-3.1": (
-        "<s>" + LLAMA("system", DATE + "S") + LLAMA("user", "U") + LLAMA("assistant", "A") + LLAMA("user", "V")
-        + LLAMA("assistant", "B"),
-        None,
-    ),
-    "mistral": ("<s>[INST] U[/INST] A</s>[INST] S\n\nV[/INST] B</s>", "<s>[INST] S\n\nU[/INST]"),
-    "gemma-3": (
-        "<s><start_of_turn>user\nS\n\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
-        "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\nB<end_of_turn>\n",
-        None,
-    ),
-    "phi-3": (
-        "<|system|>\nS<|end|>\n<|user|>\nU<|end|>\n<|assistant|>\nA<|end|>\n"
-        "<|user|>\nV<|end|>\n<|assistant|>\nB<|end|>\n<|endoftext|>",
-        None,
-    ),
-    "phi-4": (PLAIN.replace("<|im_end|>\n", "<|im_end|>").replace("\n", "<|im_sep|>"), None),
-    "zephyr": (
-        "<|system|>\nS</s>\n<|user|>\nU</s>\n<|assistant|>\nA</s>\n<|user|>\nV</s>\n<|assistant|>\nB</s>\n",
-        None,
-    ),
-    "vicuna": ("<s>S USER: U ASSISTANT: A</s>USER: V ASSISTANT: B</s>", "<s>S USER: U ASSISTANT:"),
-    "alpaca": (
-        "S\n\n### Instruction:\nU\n\n### Response:\nA</s>\n\n### Instruction:\nV\n\n### Response:\nB</s>",
-        None,
-    ),
-}  # fmt: skip
+def plain(labelled):
+    """A labelled text without its labels, and of today."""
+    today = datetime.date.today().isoformat()
+    return labelled.replace("⟦", "").replace("⟧", "").replace("Current date: DATE", f"Current date: {today}")
 
 
-@pytest.mark.parametrize("name", RENDERED)
-def test_rendering(tokenizer, name):
-    two_turns, prompt = RENDERED[name]
-    prompt = two_turns.split("A<")[0] if prompt is None else prompt
+def test_every_template_is_labelled():
+    assert set(TWO_TURNS) == set(TEMPLATES)
+
+
+@pytest.mark.parametrize(("kind", "name", "messages", "labelled"), GOLDEN, ids=[f"{g[0]}-{g[1]}" for g in GOLDEN])
+def test_rendering_and_marks(tokenizer, kind, name, messages, labelled):
+    templated = get_chat_template(tokenizer, name)
+    text, spans = AnswerSpans(templated)(messages)
+    assert marked(text, spans) == labelled
+    assert templated.apply_chat_template(messages, tokenize=False) == plain(labelled)
+    # transformers' own mask, which assistant_only_loss=True trains, holds every answer; what it holds beside them is
+    # the header, which the prompt holds too, and white space
+    row = templated.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    labels = [token if mask else -100 for token, mask in zip(row["input_ids"], row["assistant_masks"], strict=True)]
+    runs = trained(templated, {"input_ids": row["input_ids"], "labels": labels})
+    for run, answer in zip(runs, answers(labelled), strict=True):
+        before, _, after = run.partition(answer)
+        assert answer in run and not after.strip()
+        assert before in ("", "\n", "<think>\n", "<｜Assistant｜>", "<｜Assistant｜><think>\n", "<|start|>assistant")
+
+
+@pytest.mark.parametrize(("kind", "name", "messages", "labelled"), GOLDEN, ids=[f"{g[0]}-{g[1]}" for g in GOLDEN])
+def test_answers_without_marks(tokenizer, kind, name, messages, labelled):
+    """The differences between renderings tell the same answers as the marks."""
+    templated = get_chat_template(tokenizer, name)
+    without = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", templated.chat_template)
+    text, spans = AnswerSpans(templated, without)(messages)
+    if kind == "tool_use" and name == "deepseek-v3":
+        # nothing but a mark tells that the model closes the results of its tools
+        labelled = labelled.replace("⟦<｜tool▁outputs▁end｜>", "<｜tool▁outputs▁end｜>⟦")
+    assert marked(text, spans) == labelled
+
+
+ORIGINALS = {row.body: name for name, row in TEMPLATES.items() if row.is_trl}
+
+
+@pytest.mark.parametrize("body", [*ORIGINALS, "llama3_1", "llama3_2"])
+def test_renderings_are_those_of_the_models_own_templates(tokenizer, body):
+    """TRL ships the originals; what training templates change is the thinking of earlier turns and a last end token."""
+    name = ORIGINALS.get(body, "llama-3.1")
+    original = (importlib.resources.files("trl") / f"chat_templates/{body}.jinja").read_text(encoding="utf-8")
     templated = get_chat_template(tokenizer, name, map_eos_token=False)
+    # for the originals that write the end token: what these models call it
+    eos = {"eos_token": "<|endoftext|>"} if name.startswith("phi") else {}
+    for words in (("U1", "A1"), ("U1",), (" U1 ", " A1 ")):
+        messages = turns(*words, system=None if name == "gemma" else "S")
+        for is_prompt in {len(words) == 1, False}:
+            options = {"date_string": "26 Jul 2024", "add_generation_prompt": is_prompt, "tokenize": False}
+            expected = templated.apply_chat_template(messages, chat_template=original, **options, **eos)
+            made = templated.apply_chat_template(messages, **options)
+            # TRL lets the answer end with the next turn's token, which is what this model stops at
+            assert made.removesuffix("<|user|>" if name == "glm-4.5" else "") == expected
 
-    def render(*contents, **options):
-        return templated.apply_chat_template(turns(*contents, system="S"), tokenize=False, **options)
 
-    assert render("U", "A", "V", "B") == two_turns
-    assert render("U", add_generation_prompt=True) == prompt
-    # what the model writes continues the prompt
-    assert render("U", "A").startswith(prompt + written(name, "A"))
-
-
-def test_every_template_is_rendered_here():
-    assert set(RENDERED) | {"gemma"} == set(TEMPLATES)
+def test_answers_where_turns_render_in_another_way_later(tokenizer):
+    """Qwen3's own template drops the thoughts of earlier turns, so no earlier rendering begins the whole one."""
+    original = (importlib.resources.files("trl") / "chat_templates/qwen3.jinja").read_text(encoding="utf-8")
+    text, spans = AnswerSpans(tokenizer, original)(thinking("qwen-3"))
+    assert marked(text, spans) == THINKING["qwen-3"].replace("<think>\nT1\n</think>\n\n", "")
 
 
 def test_gemma_has_no_system(tokenizer):
@@ -91,7 +99,7 @@ def test_gemma_has_no_system(tokenizer):
         "<s><start_of_turn>user\nU<end_of_turn>\n<start_of_turn>model\nA<end_of_turn>\n"
         "<start_of_turn>user\nV<end_of_turn>\n<start_of_turn>model\n"
     )
-    with pytest.raises(Exception, match="no system message"):
+    with pytest.raises(Exception, match="System role not supported"):
         gemma.apply_chat_template(turns("U", system="S"), tokenize=False)
 
 
@@ -100,7 +108,7 @@ DEFAULT_SYSTEMS = {
     + USER,
     "smollm2": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     + USER,
-    "llama-3.2": "<s>" + LLAMA("system", DATE) + "<|start_header_id|>user<|end_header_id|>\n\n",
+    "llama-3.2": "<s>" + LLAMA("system") + DATE + "<|eot_id|>" + LLAMA("user"),
     "vicuna": "<s>A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
     "and polite answers to the user's questions. USER: ",
     "alpaca": "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -134,18 +142,27 @@ def test_reasoning(tokenizer):
     assert prompt.endswith(ANSWER + EMPTY_THOUGHT)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_marks_enclose_answer_and_end_of_turn(tokenizer, name):
+@pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if row.has_tools])
+def test_roles_and_contents_that_a_template_cannot_write_raise(tokenizer, name):
     templated = get_chat_template(tokenizer, name)
-    row = templated.apply_chat_template(
-        turns("one", "two", "three", "four"), return_assistant_tokens_mask=True, return_dict=True
-    )
-    labels = [token if mask else -100 for token, mask in zip(row["input_ids"], row["assistant_masks"], strict=True)]
-    row = {"input_ids": row["input_ids"], "labels": labels}
-    assert trained(templated, row) == [written(name, "two"), written(name, "four")]
+    for message in (
+        {"role": "narrator", "content": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "U"}]},
+        {"role": "user", "content": None},
+    ):
+        with pytest.raises(Exception, match=r"role must be|content must be"):
+            templated.apply_chat_template([*turns("U", "A"), message], tokenize=False)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", "qwen-3"])
+def test_keys_that_a_data_set_filled_with_none(tokenizer, name):
+    templated = get_chat_template(tokenizer, name)
+    filled = [{"tool_calls": None, "thinking": None, "reasoning_content": None} | m for m in turns("U", "A")]
+    expected = templated.apply_chat_template(turns("U", "A"), tokenize=False)
+    assert templated.apply_chat_template(filled, tokenize=False) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if not row.has_tools])
 def test_messages_that_a_template_cannot_write_raise(tokenizer, name):
     templated = get_chat_template(tokenizer, name)
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
@@ -165,7 +182,7 @@ def test_messages_that_a_template_cannot_write_raise(tokenizer, name):
 def test_turns_must_alternate(tokenizer, name):
     templated = get_chat_template(tokenizer, name)
     for messages in (turns("U") * 2, turns("U", "A") + turns(system="S")):
-        with pytest.raises(Exception, match="in turn"):
+        with pytest.raises(Exception, match="in turn|must alternate"):
             templated.apply_chat_template(messages, tokenize=False)
 
 

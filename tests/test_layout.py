@@ -24,14 +24,25 @@ DOORS = {
     "accelerate": (),
     "bitsandbytes": ("quant.py",),
     "datasets": ("trainers.py", "chat_templates/"),
+    "filelock": ("output.py",),
     "huggingface_hub": ("loading.py", "quant.py", "export/"),
     "jinja2": ("chat_templates/",),
     "numpy": ("chat_templates/",),
     "peft": ("adapters.py",),
     "safetensors": ("loading.py", "export/"),
     "torch": ("",),
-    "transformers": ("loading.py", "binding.py", "forwards/", "export/", "chat_templates/", "trainers.py"),
-    "trl": ("trainers.py",),
+    "transformers": (
+        "loading.py",
+        "binding.py",
+        "forwards/",
+        "export/",
+        "chat_templates/",
+        "trainers.py",
+        "signals.py",
+        "guards.py",
+        "output.py",
+    ),
+    "trl": ("trainers.py", "chat_templates/"),
 }
 # What a part of fastlm may import of the rest of it: only what stands below it.
 BELOW = {
@@ -47,7 +58,9 @@ BELOW = {
     "checkpoints.py": ("fastlm.files",),
     "config.py": (),
     "families.py": (),
+    "output.py": ("fastlm.adapters", "fastlm.checkpoints"),
     "patching.py": (),
+    "signals.py": (),
     "quant.py": ("fastlm.patching",),
 }
 

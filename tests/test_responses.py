@@ -1,11 +1,14 @@
 """Labels on answers only: through a real SFTTrainer, for awkward tokens, and with markers found out from templates."""
 
 import copy
+import importlib.resources
+import json
 
 import datasets
 import pytest
 from chats import (
     ANSWER,
+    EMPTY_THOUGHT,
     USER,
     chat,
     make_spaced_tokenizer,
@@ -15,8 +18,9 @@ from chats import (
     tiny_model,
     trained,
     turns,
-    written,
 )
+from golden_masks import GOLDEN
+from golden_masks import answers as answers_of
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from fastlm.chat_templates import get_chat_template, train_on_responses_only
@@ -32,6 +36,10 @@ def tokenizer():
 
 TWO_TURNS = chat(
     ("system", "one"), ("user", "hello"), ("assistant", "fine."), ("user", "two"), ("assistant", "three four")
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ANSWERS = ["fine.<|im_end|>\n", "three four<|im_end|>\n</s>"]
 
@@ -272,32 +280,29 @@ def test_two_processes(tokenizer, tmp_path):
 
 
 MARKERS = {
-    "chatml": (USER, ANSWER),
-    "qwen-2.5": (USER, ANSWER),
-    "qwen-3": (USER, ANSWER),
-    "qwen-3-instruct": (USER, ANSWER),
-    "smollm2": (USER, ANSWER),
     "llama-3": tuple(f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant")),
-    "llama-3.1": tuple(f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant")),
     "mistral": ("[INST] ", "[/INST]"),
+    "mistral-v7": ("[INST]", "[/INST]"),
+    "qwen-3.5": (USER, ANSWER + "<think>\n"),
     "gemma": ("<start_of_turn>user\n", "<start_of_turn>model\n"),
-    "gemma-3": ("<start_of_turn>user\n", "<start_of_turn>model\n"),
     "phi-3": ("<|user|>\n", "<|assistant|>\n"),
     "phi-4": ("<|im_start|>user<|im_sep|>", "<|im_start|>assistant<|im_sep|>"),
-    "zephyr": ("<|user|>\n", "<|assistant|>\n"),
     "vicuna": ("USER: ", "ASSISTANT:"),
     "alpaca": ("### Instruction:\n", "### Response:\n"),
+    "granite": ("<|start_of_role|>user<|end_of_role|>", "<|start_of_role|>assistant<|end_of_role|>"),
+    "gpt-oss": ("<|end|><|start|>user<|message|>", "<|start|>assistant"),
+    "deepseek-r1": ("<｜User｜>", "<｜Assistant｜>"),
+    "glm-4.5": ("<|user|>\n", "<|assistant|>"),
+    "aya": ("<|START_OF_TURN_TOKEN|><|USER_TOKEN|>", "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"),
 }
+MARKERS |= dict.fromkeys(("chatml", "qwen-2.5", "qwen-3", "qwen-3-instruct", "smollm2", "lfm-2"), (USER, ANSWER))
+MARKERS |= {"llama-3.1": MARKERS["llama-3"], "gemma-3": MARKERS["gemma"], "phi-3.5": MARKERS["phi-3"]}
+MARKERS |= {"zephyr": MARKERS["phi-3"], "deepseek-v3": MARKERS["deepseek-r1"]}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_markers_from_the_template(tokenizer, name):
-    templated = get_chat_template(tokenizer, name)
-    assert derive_markers(templated) == MARKERS[name]
-    ids = templated.apply_chat_template(turns("one", "two", "three", "four"), return_dict=False)
-    found = trained(templated, {"input_ids": ids, **function(templated, None, None)({"input_ids": ids})})
-    tail = {"phi-3": "\n<|endoftext|>"}.get(name, "")  # not one token in this vocabulary
-    assert [text.rstrip() for text in found] == [written(name, "two"), written(name, "four") + tail]
+    assert derive_markers(get_chat_template(tokenizer, name)) == MARKERS[name]
 
 
 @pytest.mark.parametrize(
@@ -343,3 +348,137 @@ def test_text_of_tokens(tokenizer):
         assert joined == text and len(starts) == len(ends) == len(ids)
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         assert list(zip(starts, ends, strict=True)) == encoded
+
+
+def labelled(kind, tokenizer, name, messages, tmp_path, **args):
+    """Trained texts of a conversation that went through a trainer: as messages, as a text, or packed with another."""
+    templated = get_chat_template(tokenizer, name)
+    if kind == "text":
+        rows = texts([templated.apply_chat_template(messages, tokenize=False)] * 2)
+    else:
+        # Json keeps the keys of each message as they are
+        feature = datasets.List(datasets.Json())
+        rows = datasets.Dataset.from_dict({"messages": [messages] * 2}, datasets.Features({"messages": feature}))
+    trainer = sft(templated, rows, tmp_path, max_length=2048, packing=kind == "packed", **args)
+    rows = train_on_responses_only(trainer).train_dataset
+    return templated, [text for row in rows for text in trained(templated, row)]
+
+
+@pytest.mark.parametrize("kind", ["messages", "text", "packed"])
+@pytest.mark.parametrize(("what", "name", "messages", "golden"), GOLDEN, ids=[f"{g[0]}-{g[1]}" for g in GOLDEN])
+def test_golden_masks(tokenizer, tmp_path, kind, what, name, messages, golden):
+    """All ways through a trainer train the answers that were labelled by hand, and nothing else."""
+    templated, found = labelled(kind, tokenizer, name, messages, tmp_path)
+    expected = answers_of(golden) * 2
+    if kind != "messages" and (what, name) == ("tool_use", "deepseek-v3"):
+        # no marker stands before an answer that follows the results of tools
+        expected = [answer for answer in expected if "A1" not in answer]
+    if kind == "text":
+        # TRL closes texts with the end-of-sequence token
+        found = [text.removesuffix(templated.eos_token).rstrip() if text not in expected else text for text in found]
+    assert found == expected
+
+
+def conversation_rows(*contents, n=1, **columns):
+    return datasets.Dataset.from_dict({"messages": [turns(*contents)] * n} | {k: [v] * n for k, v in columns.items()})
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_conversations_cut_at_either_end(tokenizer, tmp_path, mode):
+    """Every length: the labels are those of the whole conversation, cut as the row was."""
+    templated = get_chat_template(tokenizer, "chatml")
+    messages = turns("one two", "fox jumps", "three", "four five six")
+    whole = templated.apply_chat_template(messages, return_dict=False)
+    rows = datasets.Dataset.from_dict({"messages": [messages]})
+    full = train_on_responses_only(sft(templated, rows, tmp_path)).train_dataset[0]
+    assert full["input_ids"] == whole
+    assert trained(templated, full) == ["fox jumps<|im_end|>", "four five six<|im_end|>"]
+    labels = function(templated, None, None)
+    for length in range(1, len(whole) + 1):
+        cut = slice(None, length) if mode == "keep_start" else slice(-length, None)
+        assert labels({"messages": messages, "input_ids": whole[cut]})["labels"] == full["labels"][cut]
+
+
+def test_conversations_cut_by_the_trainer(tokenizer, tmp_path, caplog):
+    templated = get_chat_template(tokenizer, "chatml")
+    far, near = turns("one two three " * 40, "yes"), turns("hello", "fine")
+    rows = datasets.Dataset.from_dict({"messages": [near, far, turns("hello")]})
+    trainer = train_on_responses_only(sft(templated, rows, tmp_path, max_length=64))
+    assert [trained(templated, row) for row in trainer.train_dataset] == [["fine<|im_end|>"]]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fastlm")]
+    assert "2 of 3 in train_dataset (1 of them as long as max_length=64, so cut)" in warning
+    with pytest.raises(ValueError, match="no label is left.*max_length=64"):
+        train_on_responses_only(sft(templated, rows.select([1]), tmp_path, max_length=64))
+    # the other end holds the answer
+    trainer = sft(templated, rows.select([1]), tmp_path, max_length=64, truncation_mode="keep_end")
+    assert trained(templated, train_on_responses_only(trainer).train_dataset[0]) == ["yes<|im_end|>"]
+
+
+def test_conversations_with_line_breaks_that_merge(tmp_path):
+    """The header ends in a line break, the answer begins with one, both are one token: it is the answer's first."""
+    tokenizer = make_tokenizer(merge_newlines=True)
+    tokenizer.chat_template = CHATML
+    rows = conversation_rows("hello", "\nfine", "\ntwo", "three")
+    row = train_on_responses_only(sft(tokenizer, rows, tmp_path)).train_dataset[0]
+    assert trained(tokenizer, row) == ["\n\nfine<|im_end|>", "three<|im_end|>"]
+
+
+def test_a_question_that_holds_the_markers(tokenizer, tmp_path):
+    """In a conversation no text can pass for an answer."""
+    templated = get_chat_template(tokenizer, "alpaca")
+    rows = conversation_rows("hello\n\n### Response:\nno", "fine")
+    row = train_on_responses_only(sft(templated, rows, tmp_path, max_length=1024)).train_dataset[0]
+    assert trained(templated, row) == ["fine</s>"]
+
+
+def test_tools_and_template_options_of_a_row(tokenizer, tmp_path):
+    templated = get_chat_template(tokenizer, "qwen-3")
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+    rows = conversation_rows("hello", "fine", tools=json.dumps(tools), chat_template_kwargs={"enable_thinking": False})
+    row = train_on_responses_only(sft(templated, rows, tmp_path, max_length=2048)).train_dataset[0]
+    assert "# Tools" in templated.decode(row["input_ids"])
+    assert trained(templated, row) == [f"{EMPTY_THOUGHT}fine<|im_end|>".removeprefix(EMPTY_THOUGHT)]
+
+
+def test_streams_of_conversations(tokenizer, tmp_path, caplog):
+    templated = get_chat_template(tokenizer, "chatml")
+    rows = datasets.concatenate_datasets([conversation_rows("hello", "fine", n=3), conversation_rows("hello")])
+    trainer = train_on_responses_only(sft(templated, rows.to_iterable_dataset(), tmp_path))
+    assert [trained(templated, row) for row in trainer.train_dataset] == [["fine<|im_end|>"]] * 3
+    assert "1 of the first 4 read of train_dataset" in caplog.text
+    trainer.train()
+    assert trainer.state.log_history[-1]["train_loss"] > 0.1
+    with pytest.raises(ValueError, match="no label is left in the first 1 rows"):
+        train_on_responses_only(sft(templated, rows.select([3]).to_iterable_dataset(), tmp_path))
+
+
+def test_prompt_and_completion(tokenizer, tmp_path):
+    """The prompt's own answers stay as the trainer masked them."""
+    templated = get_chat_template(tokenizer, "chatml")
+    data = {"prompt": [turns("hello", "fine", "two")], "completion": [turns("", "three")[1:]]}
+    for only, expected in ((True, ["three<|im_end|>"]), (False, ["fine<|im_end|>", "three<|im_end|>"])):
+        trainer = sft(templated, datasets.Dataset.from_dict(data), tmp_path, completion_only_loss=only)
+        assert trained(templated, train_on_responses_only(trainer).train_dataset[0]) == expected
+
+
+def test_rows_that_are_not_their_conversation(tokenizer, tmp_path):
+    """Somebody else's tokens: found by markers if the template has them, refused if not."""
+    templated = get_chat_template(tokenizer, "chatml")
+    ids = tokenizer(TWO_TURNS, add_special_tokens=False)["input_ids"]
+    row = {"messages": turns("a", "b"), "input_ids": ids}
+    labels = function(templated, None, None)(row)["labels"]
+    assert trained(templated, row | {"labels": labels}) == ["fine.<|im_end|>", "three four<|im_end|>"]
+    # without its last answer, which no marker would find
+    templated.chat_template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    trainer = sft(templated, datasets.Dataset.from_list([row]), tmp_path)
+    with pytest.raises(ValueError, match="is not what the chat template makes of its conversation"):
+        train_on_responses_only(trainer)
+
+
+def test_the_template_that_the_trainer_chose(tokenizer, tmp_path):
+    """assistant_only_loss=True swaps Qwen3's own template for TRL's, which renders in another way."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = (importlib.resources.files("trl") / "chat_templates/qwen3.jinja").read_text(encoding="utf-8")
+    trainer = sft(own, conversation_rows("hello", "fine", "two", "three"), tmp_path, assistant_only_loss=True)
+    row = train_on_responses_only(trainer).train_dataset[0]
+    assert trained(own, row) == [f"{EMPTY_THOUGHT}fine<|im_end|>", f"{EMPTY_THOUGHT}three<|im_end|>"]

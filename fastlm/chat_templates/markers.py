@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from fastlm.chat_templates.spans import common_prefix, units_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -15,10 +17,7 @@ ADVICE = "pass instruction_part and response_part, the texts that stand before a
 
 
 def _common_prefix(a: list[str], b: list[str]) -> list[str]:
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return a[:n]
+    return a[: common_prefix(a, b)]
 
 
 def _common_suffix(a: list[str], b: list[str]) -> list[str]:
@@ -30,8 +29,8 @@ def _rest(a: list[str], b: list[str]) -> list[str]:
     return a[len(_common_prefix(a, b)) :]
 
 
-def derive_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """instruction_part and response_part for the chat template of a tokenizer.
+def derive_markers(tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> tuple[str, str]:
+    """instruction_part and response_part for a chat template, by default the tokenizer's own.
 
     Two turns are rendered with known words. What stands between a question and its answer, less the end of the user's
     turn, opens an answer; what stands between an answer and the next question, less the end of the assistant's turn,
@@ -45,9 +44,9 @@ def derive_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     def render(*words: str, **options: bool) -> str:
         roles = ("user", "assistant", "user", "assistant")
         messages = [{"role": role, "content": word} for role, word in zip(roles, words, strict=False)]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        return str(tokenizer.apply_chat_template(messages, chat_template=chat_template, tokenize=False, **options))
 
-    if tokenizer.chat_template is None:
+    if chat_template is None and tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer has no chat template to find the markers in: {ADVICE}")
     try:
         chat, one_turn, question = render(*WORDS), render(*WORDS[:2]), render(WORDS[0])
@@ -61,13 +60,7 @@ def derive_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     if found is None or any(text.count(word) != 1 for text, word in once):
         raise ValueError(f"the chat template does not write the words of two turns once and in order: {ADVICE}")
 
-    # tokens and <tags> count as one unit: two of them may begin or end alike without being the same
-    tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
-    unit = "|".join([*map(re.escape, tokens), r"<[^<>\s]+>", r"\[/?[A-Z_]+\]", "."])
-
-    def units(text: str) -> list[str]:
-        return re.findall(unit, text, flags=re.DOTALL)
-
+    units = units_of(tokenizer)
     before_user, to_answer, to_user, to_second_answer, _ = map(units, found.groups())
     after_question, after_prompt = units(question.split(WORDS[0])[1]), units(prompt.split(WORDS[0])[1])
     after_answer = units(one_turn.split(WORDS[1])[1])

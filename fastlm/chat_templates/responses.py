@@ -2,132 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fastlm.chat_templates._token_text import TokenText
-from fastlm.chat_templates.markers import ADVICE, WORDS, derive_markers
+from fastlm.chat_templates.labels import (
+    CONVERSATIONS,
+    MASKS,
+    ConversationLabels,
+    ResponseLabels,
+    RowLabels,
+    from_template,
+    is_trained,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100
-# other libraries' names for "train this token"; a `labels` column already says it
-_MASKS = ("completion_mask", "assistant_masks")
-
-
-class ResponseLabels:
-    """Row function for `datasets.map`, on one row or batched: `input_ids` (and what limits them) to `labels`.
-
-    Markers are looked for in the text of a row, not in its token ids: a marker's tokens depend on its neighbours (a
-    line break at its end may be one token with the next). An answer reaches from the end of a response marker to the
-    first of: the next marker; the token that opens every turn, if both markers begin with the same added token; a begin
-    token; the end-of-sequence token, which belongs to it; the end of the sample. A token that the beginning or the end
-    of an answer cuts through is trained, because it holds characters of the answer. What stands before the first marker
-    is not.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        instruction_part: str,
-        response_part: str,
-        force_match: bool,
-        last_response_only: bool,
-    ):
-        self.text = TokenText(tokenizer)
-        self.instruction_part, self.response_part = instruction_part, response_part
-        self.instruction = self._pattern(instruction_part, force_match)
-        self.response = self._pattern(response_part, force_match)
-        self.last_response_only = last_response_only
-        self.eos = tokenizer.eos_token_id
-        first = {
-            tuple(tokenizer(part.strip(), add_special_tokens=False)["input_ids"][:1])
-            for part in (instruction_part, response_part)
-        }
-        shared = first.pop() if len(first) == 1 else ()
-        self.opening = {token for token in shared if token in tokenizer.get_added_vocab().values()}
-        self.opening |= {tokenizer.bos_token_id} - {None, self.eos}
-
-    def _pattern(self, part: str, force_match: bool) -> re.Pattern[str]:
-        # as given, and as the tokenizer gives it back; a space that it puts before every text is no part of the marker
-        round_trip = self.text.round_trip(part)
-        texts = {part, round_trip, round_trip.removeprefix(" ")}
-        before, after = len(part) - len(part.lstrip()), len(part) - len(part.rstrip())
-        if not force_match:
-            texts = {text.strip() for text in texts}
-        known = sorted((text for text in texts if text.strip()), key=len, reverse=True)
-        pattern = "|".join(map(re.escape, known))
-        return re.compile(f"(?:{pattern})" if force_match else rf"\s{{0,{before}}}(?:{pattern})\s{{0,{after}}}")
-
-    def answers(self, ids: Sequence[int]) -> list[range]:
-        """Token positions of each answer of one sample; empty for a marker that nothing follows."""
-        text, starts, ends = self.text(ids)
-        responses = [match.span() for match in self.response.finditer(text)]
-        markers = sorted(responses + [match.span() for match in self.instruction.finditer(text)])
-        answers = []
-        for start, end in responses:
-            following = bisect_right(markers, (start, end))
-            stop = markers[following][0] if following < len(markers) else len(text)
-            # tokens that hold a character of text[end:stop]; markers may share characters, then there is none
-            first = bisect_right(ends, end)
-            last = bisect_left(starts, stop) if stop > end else first
-            for position in range(first, last):
-                if ids[position] in self.opening:
-                    last = position
-                elif ids[position] == self.eos:
-                    last = position + 1
-                else:
-                    continue
-                break
-            answers.append(range(first, last))
-        return answers
-
-    def _row(self, row: dict[str, Any]) -> list[int]:
-        ids = [int(token) for token in row["input_ids"]]
-        labels = [IGNORED] * len(ids)
-        allowed = [int(label) for label in row.get("labels", ids)]
-        masks = [row[name] for name in ("attention_mask", *(() if "labels" in row else _MASKS)) if name in row]
-        # a packed row holds several samples: an answer at the end of one does not reach into the next
-        bounds = [0, *itertools.accumulate(int(length) for length in row.get("seq_lengths", ())), len(ids)]
-        for start, stop in itertools.pairwise(bounds):
-            answers = self.answers(ids[start:stop])
-            for answer in answers[-1:] if self.last_response_only else answers:
-                for position in range(start + answer.start, start + answer.stop):
-                    if all(mask[position] for mask in masks):
-                        labels[position] = allowed[position]
-        return labels
-
-    def __call__(self, rows: dict[str, Any]) -> dict[str, list]:
-        if len(rows["input_ids"]) and np.ndim(rows["input_ids"][0]) == 0:
-            return {"labels": self._row(rows)}
-        names = [name for name in ("input_ids", "labels", "attention_mask", "seq_lengths", *_MASKS) if name in rows]
-        columns = zip(*(rows[name] for name in names), strict=True)
-        return {"labels": [self._row(dict(zip(names, row, strict=True))) for row in columns]}
-
-
-def _is_trained(labels: Sequence[int]) -> bool:
-    return any(label != IGNORED for label in labels)
-
-
-def _check_derived(tokenizer: PreTrainedTokenizerBase, rows: ResponseLabels) -> None:
-    """Derived markers must find both answers of a rendered conversation and no question."""
-    messages = [{"role": role, "content": word} for role, word in zip(("user", "assistant") * 2, WORDS, strict=True)]
-    ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)["input_ids"]
-    trained = [rows.text(ids[answer.start : answer.stop])[0] for answer in rows.answers(ids)]
-    if [[word for word in WORDS if word in text] for text in trained] != [[WORDS[1]], [WORDS[3]]]:
-        raise ValueError(
-            f"the markers {rows.instruction_part!r} and {rows.response_part!r}, found in the chat template, "
-            f"do not mark its answers: {ADVICE}"
-        )
+# rows of a stream that are looked at before training: all of them without an answer is a mistake
+_LOOK_AHEAD = 32
 
 
 def _check_markers_occur(dataset: Any, name: str, rows: ResponseLabels, max_length: int | None) -> None:
@@ -153,10 +48,43 @@ def _check_markers_occur(dataset: Any, name: str, rows: ResponseLabels, max_leng
     raise ValueError(f"{name}: no row contains {what}. {' '.join(advice)}")
 
 
+class _Kept:
+    """Filter of a stream: rows with an answer. Counts the others and tells of the first, the tenth, the hundredth, …"""
+
+    def __init__(self, name: str):
+        self.name, self.dropped, self.seen = name, 0, 0
+
+    def __call__(self, labels: Sequence[int]) -> bool:
+        self.seen += 1
+        if is_trained(labels):
+            return True
+        self.dropped += 1
+        if str(self.dropped).strip("0") == "1":
+            logger.warning(
+                "Rows without any answer to train were dropped: %d of the first %d read of %s.",
+                self.dropped,
+                self.seen,
+                self.name,
+            )
+        return False
+
+
+def _mask_stream(dataset: Any, name: str, rows: RowLabels) -> Any:
+    masked = dataset.map(rows, batched=True)
+    first = list(masked.take(_LOOK_AHEAD))
+    if not any(is_trained(row["labels"]) for row in first):
+        raise ValueError(
+            f"{name}: no label is left in the first {len(first)} rows, so there may be none at all: there is no answer in "
+            "them, or all lie beyond max_length. Raise max_length, give the markers as they stand in the text, or shuffle "
+            "the data set"
+        )
+    return masked.filter(_Kept(name), input_columns="labels")
+
+
 def _mask_dataset(
-    dataset: Any, name: str, rows: ResponseLabels, num_proc: int | None, max_length: int | None
-) -> tuple[Any, int]:
-    """The data set with labels on its answers, without the rows that keep none, and their number (0: not known yet)."""
+    dataset: Any, name: str, rows: RowLabels, num_proc: int | None, max_length: int | None
+) -> tuple[Any, str]:
+    """The data set with labels on its answers, without the rows that keep none, and what to say of those ("": nothing)."""
     import datasets
 
     if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
@@ -169,25 +97,34 @@ def _mask_dataset(
             "(rows with images get their tokens in the collator, and can't be masked here)"
         )
     if isinstance(dataset, datasets.IterableDataset):
-        return dataset.map(rows, batched=True).filter(_is_trained, input_columns="labels"), 0
+        return _mask_stream(dataset, name, rows), ""
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows")
-    _check_markers_occur(dataset, name, rows, max_length)
+    by_markers = rows
+    if isinstance(rows, ConversationLabels) and not set(CONVERSATIONS) & set(columns):
+        by_markers = rows.by_markers()
+    if isinstance(by_markers, ResponseLabels):
+        _check_markers_occur(dataset, name, by_markers, max_length)
     masked = dataset.map(
         rows,
         batched=True,
         num_proc=num_proc,
-        remove_columns=[column for column in _MASKS if column in columns],
+        remove_columns=[column for column in MASKS if column in columns],
         desc=f"Labels on the answers in {name}",
     )
-    kept = masked.filter(_is_trained, input_columns="labels", num_proc=num_proc, desc=f"Rows with an answer in {name}")
+    kept = masked.filter(is_trained, input_columns="labels", num_proc=num_proc, desc=f"Rows with an answer in {name}")
     if len(kept) == 0:
         raise ValueError(
-            f"{name}: no label is left. The markers occur, but all responses lie beyond max_length={max_length} or are "
-            "ignored by the labels that the rows had: raise max_length, or leave out what masks answers before "
+            f"{name}: no label is left. There is no answer in the rows, or all responses lie beyond max_length={max_length} "
+            "or are ignored by the labels that the rows had: raise max_length, or leave out what masks answers before "
             "(completion_only_loss, a labels column)"
         )
-    return kept, len(dataset) - len(kept)
+    dropped = len(dataset) - len(kept)
+    if not dropped:
+        return kept, ""
+    lost = masked.select_columns(["labels"]).filter(lambda labels: not is_trained(labels), input_columns="labels")
+    cut = sum(len(labels) == max_length for labels in lost["labels"])
+    return kept, f"{dropped} of {len(dataset)} in {name} ({cut} of them as long as max_length={max_length}, so cut)"
 
 
 def _tokenizer_of(trainer: Trainer | None, tokenizer: Any) -> PreTrainedTokenizerBase:
@@ -245,24 +182,27 @@ def train_on_responses_only(
     return_function: bool = False,
     num_proc: int | None = None,
     last_response_only: bool = False,
-) -> Trainer | ResponseLabels:
+) -> Trainer | RowLabels:
     """Train the assistant's answers, each with its end-of-turn token, and nothing else.
+
+    Without markers, the chat template tells what an answer is: by its `{% generation %}` marks, or by the difference that
+    an answer makes to the rendering. Thinking blocks and tool calls belong to an answer, what the generation prompt
+    holds and the results of tools do not. That is looked up in the conversation of each row (`messages`, or `prompt`
+    and `completion`); rows without one, texts and packed rows, are searched for the markers that the template writes.
 
     Sets the `labels` in `trainer.train_dataset` and `trainer.eval_dataset` (or in each of a dict). Labels that are
     -100 already stay so. Rows that keep no label, because max_length cut the answer off, are dropped; one warning
-    counts them. Other columns stay, and packed rows are masked sample by sample. `ResponseLabels` says where an
-    answer ends.
+    counts them. Other columns stay, and packed rows are masked sample by sample.
 
     Not masked: a data set that is given later, to `trainer.evaluate(…)`; map it with the function of
-    `return_function=True` first. An iterable data set is masked while it is read, so nothing about it is checked here:
-    with wrong markers it yields no rows.
+    `return_function=True` first. A stream is masked while it is read; its first rows are looked at here.
 
     Args:
         trainer: a trl.SFTTrainer, or a transformers.Trainer over tokenized rows whose collator keeps `labels`. May be
             None with `return_function`.
-        instruction_part: the text before the words of a user, as "<|im_start|>user" and a line break.
-        response_part: the text before an answer, as "<|im_start|>assistant" and a line break. Without both, they are
-            found out by rendering the tokenizer's chat template.
+        instruction_part: the text before the words of a user, as "<|im_start|>user" and a line break. With it and
+            response_part, answers are what stands between these markers in the text (`ResponseLabels`).
+        response_part: the text before an answer, as "<|im_start|>assistant" and a line break.
         force_match: take the markers exactly; if False, white space at their ends may be missing in the text.
         tokenizer: in place of `trainer.processing_class`.
         return_function: leave the trainer alone and return the function for `datasets.map` (one row, or batched) that
@@ -273,22 +213,23 @@ def train_on_responses_only(
     Returns:
         The trainer, or the row function.
 
-    Raises: ValueError: if a marker is missing, holds the other, occurs in no row, or can't be found out; if no label
-        is left; if the
-            trainer's collator replaces labels; if `last_response_only` meets packing that does not say where samples
-            end.
+    Raises:
+        ValueError: if a marker is missing, holds the other or occurs in no row; if there is no template, or it does not
+            tell its answers apart; if no label is left; if the trainer's collator replaces labels; if
+            `last_response_only` meets packing that does not say where samples end.
         TypeError: for a data set or tokenizer of another type.
     """
     tokenizer = _tokenizer_of(trainer, tokenizer)
-    if is_derived := instruction_part is None and response_part is None:
-        instruction_part, response_part = derive_markers(tokenizer)
-    instruction_part, response_part = _check_markers(instruction_part, response_part)
-    rows = ResponseLabels(tokenizer, instruction_part, response_part, force_match, last_response_only)
-    if is_derived:
-        _check_derived(tokenizer, rows)
-        logger.info(
-            "Found out from the chat template: %r opens a user turn, %r an answer.", instruction_part, response_part
-        )
+    rows: RowLabels
+    if instruction_part is None and response_part is None:
+        # the template that the trainer made the rows with, where it is not the tokenizer's
+        template = vars(trainer).get("chat_template") if trainer is not None else None
+        rows = from_template(tokenizer, template, last_response_only)
+        if return_function:
+            rows.by_markers()
+    else:
+        instruction_part, response_part = _check_markers(instruction_part, response_part)
+        rows = ResponseLabels(tokenizer, instruction_part, response_part, force_match, last_response_only)
     if return_function:
         return rows
     if trainer is None:
@@ -298,9 +239,9 @@ def train_on_responses_only(
     dropped = []
 
     def mask(dataset: Any, name: str) -> Any:
-        masked, without_answer = _mask_dataset(dataset, name, rows, num_proc, max_length)
-        if without_answer:
-            dropped.append(f"{without_answer} of {len(dataset)} in {name}")
+        masked, told = _mask_dataset(dataset, name, rows, num_proc, max_length)
+        if told:
+            dropped.append(told)
         return masked
 
     train, evaluated = trainer.train_dataset, trainer.eval_dataset
@@ -313,8 +254,7 @@ def train_on_responses_only(
     trainer.train_dataset, trainer.eval_dataset = train, evaluated
     if dropped:
         logger.warning(
-            "Rows without any answer to train were dropped: %s. If max_length=%s cut their answers off, raise it.",
+            "Rows without any answer to train were dropped: %s. Where max_length cut their answers off, raise it.",
             ", ".join(dropped),
-            max_length,
         )
     return trainer

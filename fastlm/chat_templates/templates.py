@@ -1,10 +1,8 @@
 """Chat templates with `{% generation %}` marks, and a tokenizer that carries one.
 
-A template here writes text only: roles system, user and assistant, no tools, no images; anything else raises instead
-    of being left out.
-The mark of an assistant turn encloses its content and its end-of-turn token, and nothing after it, so
-`assistant_only_loss=True` trains exactly what the model has to write. The renderings are those of the models' own
-templates.
+The templates are TRL's own for training where it ships one, and the renderings those of the models' own templates.
+The mark of an assistant turn encloses its content and its end-of-turn token. What a template cannot write (unknown
+roles, images; tools, unless the row of the table says so) raises instead of being left out.
 """
 
 from __future__ import annotations
@@ -12,10 +10,11 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from fastlm.chat_templates import _own, _trl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,22 +29,27 @@ class ChatTemplate:
     """One row of the table.
 
     Attributes:
-        body: Jinja over `messages` with string contents.
+        body: Jinja over `messages` with string contents, or the name of TRL's template.
         stop: the end-of-turn token, or None where that is the tokenizer's own end-of-sequence token.
         system: the system text of a conversation that brings none, or None for no system turn.
         begins: write the begin token for a tokenizer that puts one before plain text. For formats that belong to no
             model; the others write it, or not, in their body.
+        is_trl: `body` names a training template of TRL.
+        has_tools: it writes tools, tool calls and their results.
+        eos: the end-of-sequence token that the body means where it writes one, whatever `stop` becomes in the copy.
     """
 
     body: str
     stop: str | None
     system: str | None = None
     begins: bool = False
+    is_trl: bool = False
+    has_tools: bool = False
+    eos: str | None = None
 
-
-def _fill(text: str, **values: str) -> str:
-    """Replaces names in capitals by Jinja expressions, in one pass: what was filled in is left alone."""
-    return re.sub(r"\b[A-Z]+\b", lambda match: values.get(match[0], match[0]), text)
+    def jinja(self) -> str:
+        body = _trl.training_template(self.body) if self.is_trl else self.body
+        return body if self.eos is None else f"{{%- set eos_token = {_literal(self.eos)} %}}{body}"
 
 
 def _literal(value: object) -> str:
@@ -53,210 +57,66 @@ def _literal(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _headed(before: str, after: str, stop: str, tail: str, content: str = "message['content']") -> str:
-    """Turns of the form before + role + after + content + stop + tail; each argument is a Jinja expression."""
-    body = r"""
-{%- for message in messages %}
-    {{- BEFORE + message['role'] + AFTER }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}
-            {{- CONTENT + STOP }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- CONTENT + STOP }}
-    {%- endif %}
-    {{- TAIL }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- BEFORE + 'assistant' + AFTER }}
-{%- endif %}"""
-    return _fill(body, BEFORE=before, AFTER=after, CONTENT=content, STOP=stop, TAIL=tail)
-
-
-_BEGIN = "{{- bos_token }}"
-
-# takes the system turn out of messages, for formats that write it elsewhere
-_TAKE_SYSTEM = r"""
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
-{%- endif %}"""
-
-_ALTERNATE = r"""
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) or message['role'] == 'system' %}
-        {{- raise_exception('this template wants an optional system message, then user and assistant in turn') }}
-    {%- endif %}"""
-
-_CHATML = _headed("'<|im_start|>'", r"'\n'", "'<|im_end|>'", r"'\n'")
-
-_LLAMA3 = _headed(
-    "'<|start_header_id|>'", r"'<|end_header_id|>\n\n'", "'<|eot_id|>'", "''", content="message['content'] | trim"
-)
-
-# the date is a constant (the template's own default), so that rows do not change from day to day
-_LLAMA31_SYSTEM = r"""
-{{- '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: ' }}
-{{- (date_string if date_string is defined else '26 Jul 2024') + '\n\n' + system | trim + '<|eot_id|>' }}"""
-
-# the reasoning block is always there, as in TRL's training template, so that earlier turns render alike whatever
-# follows them
-_QWEN3 = r"""
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\n' }}
-    {%- set content = message['content'] %}
-    {%- if message['role'] == 'assistant' %}
-        {%- set reasoning = '' %}
-        {%- if message['reasoning_content'] is string %}
-            {%- set reasoning = message['reasoning_content'] %}
-        {%- elif '</think>' in content %}
-            {%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-        {%- generation %}
-            {{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') + '<|im_end|>' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\n\n</think>\n\n' }}
-    {%- endif %}
-{%- endif %}"""
-
-_GEMMA = (
-    r"""
-{%- for message in messages %}"""
-    + _ALTERNATE
-    + r"""
-    {%- if message['role'] == 'assistant' %}
-        {{- '<start_of_turn>model\n' }}
-        {%- generation %}
-            {{- message['content'] | trim + '<end_of_turn>' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- '<start_of_turn>user\n' + (system + '\n\n' if loop.first and system else '') }}
-        {{- message['content'] | trim + '<end_of_turn>' }}
-    {%- endif %}
-    {{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<start_of_turn>model\n' }}
-{%- endif %}"""
-)
-
-_NO_SYSTEM = r"""
-{%- if messages[0]['role'] == 'system' %}
-    {{- raise_exception('this template has no system message; gemma-3 puts it before the first user message') }}
-{%- endif %}
-{%- set system = '' %}"""
-
-# as mistral-common does for this version, the system text goes with the last user message
-_MISTRAL = (
-    r"""
-{%- set last_user = (messages | length - 1) // 2 * 2 %}
-{%- for message in messages %}"""
-    + _ALTERNATE
-    + r"""
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}
-            {{- ' ' + message['content'] | trim + eos_token }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- '[INST] ' + (system + '\n\n' if loop.index0 == last_user and system else '') }}
-        {{- message['content'] + '[/INST]' }}
-    {%- endif %}
-{%- endfor %}"""
-)
-
-_VICUNA = (
-    r"""
-{{- system + ' ' }}
-{%- for message in messages %}"""
-    + _ALTERNATE
-    + r"""
-    {%- if message['role'] == 'assistant' %}
-        {{- 'ASSISTANT:' }}
-        {%- generation %}
-            {{- ' ' + message['content'] + eos_token }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- 'USER: ' + message['content'] + ' ' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- 'ASSISTANT:' }}
-{%- endif %}"""
-)
-
-_ALPACA = (
-    r"""
-{{- system + '\n\n' }}
-{%- for message in messages %}"""
-    + _ALTERNATE
-    + r"""
-    {%- if message['role'] == 'assistant' %}
-        {{- '### Response:\n' }}
-        {%- generation %}
-            {{- message['content'] + eos_token }}
-        {%- endgeneration %}
-        {{- '' if loop.last else '\n\n' }}
-    {%- else %}
-        {{- '### Instruction:\n' + message['content'] + '\n\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '### Response:\n' }}
-{%- endif %}"""
-)
-
-# Phi-3 closes a whole conversation with <|endoftext|>; written out, because eos_token may have become <|end|>
-_PHI3_END = r"""
-{%- if not add_generation_prompt %}
-    {{- '<|endoftext|>' }}
-{%- endif %}"""
-
 TEMPLATES = {
-    "chatml": ChatTemplate(_CHATML, "<|im_end|>", begins=True),
-    "llama-3": ChatTemplate(_BEGIN + _LLAMA3, "<|eot_id|>"),
-    "llama-3.1": ChatTemplate(_BEGIN + _TAKE_SYSTEM + _LLAMA31_SYSTEM + _LLAMA3, "<|eot_id|>"),
-    "mistral": ChatTemplate(_BEGIN + _TAKE_SYSTEM + _MISTRAL, None),
-    "qwen-2.5": ChatTemplate(
-        _CHATML, "<|im_end|>", system="You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-    ),
-    "qwen-3": ChatTemplate(_QWEN3, "<|im_end|>"),
-    "qwen-3-instruct": ChatTemplate(_CHATML, "<|im_end|>"),
-    "gemma": ChatTemplate(_BEGIN + _NO_SYSTEM + _GEMMA, "<end_of_turn>"),
-    "gemma-3": ChatTemplate(_BEGIN + _TAKE_SYSTEM + _GEMMA, "<end_of_turn>"),
-    "phi-3": ChatTemplate(_headed("'<|'", r"'|>\n'", "'<|end|>'", r"'\n'") + _PHI3_END, "<|end|>"),
-    "phi-4": ChatTemplate(_headed("'<|im_start|>'", "'<|im_sep|>'", "'<|im_end|>'", "''"), "<|im_end|>"),
-    "zephyr": ChatTemplate(_headed("'<|'", r"'|>\n'", "eos_token", r"'\n'"), None),
+    "chatml": ChatTemplate(_own.CHATML, "<|im_end|>", begins=True),
+    "llama-3": ChatTemplate("llama3", "<|eot_id|>", is_trl=True),
+    "llama-3.1": ChatTemplate(_own.BEGIN + _own.TAKE_SYSTEM + _own.LLAMA31_SYSTEM + _own.LLAMA3, "<|eot_id|>"),
+    "mistral": ChatTemplate(_own.BEGIN + _own.TAKE_SYSTEM + _own.MISTRAL, None),
+    "mistral-v7": ChatTemplate(_own.BEGIN + _own.MISTRAL_V7, None),
+    "qwen-2.5": ChatTemplate("qwen2_5", "<|im_end|>", is_trl=True, has_tools=True),
+    "qwen-3": ChatTemplate("qwen3", "<|im_end|>", is_trl=True, has_tools=True),
+    "qwen-3-instruct": ChatTemplate("qwen3_instruct_2507", "<|im_end|>", is_trl=True, has_tools=True),
+    "qwen-3.5": ChatTemplate("qwen3_5_think", "<|im_end|>", is_trl=True, has_tools=True),
+    "gemma": ChatTemplate("gemma", "<end_of_turn>", is_trl=True),
+    "gemma-3": ChatTemplate("gemma3", "<end_of_turn>", is_trl=True),
+    "phi-3": ChatTemplate("phi3", "<|end|>", is_trl=True, eos="<|endoftext|>"),
+    "phi-3.5": ChatTemplate("phi3_5", "<|end|>", is_trl=True, eos="<|endoftext|>"),
+    "phi-4": ChatTemplate(_own.PHI4, "<|im_end|>"),
+    "zephyr": ChatTemplate(_own.ZEPHYR, None),
     "vicuna": ChatTemplate(
-        _BEGIN + _TAKE_SYSTEM + _VICUNA,
+        _own.BEGIN + _own.TAKE_SYSTEM + _own.VICUNA,
         None,
         system="A chat between a curious user and an artificial intelligence assistant. "
         "The assistant gives helpful, detailed, and polite answers to the user's questions.",
     ),
     "alpaca": ChatTemplate(
-        _TAKE_SYSTEM + _ALPACA,
+        _own.TAKE_SYSTEM + _own.ALPACA,
         None,
         system="Below is an instruction that describes a task. "
         "Write a response that appropriately completes the request.",
         begins=True,
     ),
+    "granite": ChatTemplate(_own.GRANITE, "<|end_of_text|>"),
     "smollm2": ChatTemplate(
-        _CHATML, "<|im_end|>", system="You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        _own.CHATML, "<|im_end|>", system="You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     ),
+    "gpt-oss": ChatTemplate("gptoss", "<|return|>", is_trl=True, has_tools=True),
+    "deepseek-r1": ChatTemplate("deepseek_r1_distill", "<｜end▁of▁sentence｜>", is_trl=True),
+    "deepseek-v3": ChatTemplate("deepseekv3", "<｜end▁of▁sentence｜>", is_trl=True, has_tools=True),
+    "lfm-2": ChatTemplate("lfm2_v2", "<|im_end|>", is_trl=True, has_tools=True),
+    "glm-4.5": ChatTemplate("glm4moe", "<|user|>", is_trl=True, has_tools=True),
+    "aya": ChatTemplate("cohere", "<|END_OF_TURN_TOKEN|>", is_trl=True),
 }
 
-# llama-3.2's own template differs from llama-3.1's in its default date only, gemma-2's not at all, phi-3.5's for
-# empty system texts
-_ALIASES = {"llama-3.2": "llama-3.1", "gemma-2": "gemma", "phi-3.5": "phi-3"}
+# llama-3.2's own template differs from llama-3.1's in its default date only, gemma-2's not at all
+_ALIASES = {
+    "llama-3.2": "llama-3.1",
+    "llama-3.3": "llama-3.1",
+    "gemma-2": "gemma",
+    "smollm": "smollm2",
+    "harmony": "gpt-oss",
+    "qwen-3-thinking": "qwen-3",
+}
+
+# data sets fill the keys that other rows have with None, and templates ask whether a key is there
+_NO_NONES = r"""
+{%- set filled = namespace(messages=[]) %}
+{%- for message in messages %}
+    {%- set content = {'content': none} if 'content' in message and message['content'] is none else {} %}
+    {%- set keys = message.items() | rejectattr(1, 'none') | list %}
+    {%- set filled.messages = filled.messages + [dict(keys, **content)] %}
+{%- endfor %}
+{%- set messages = filled.messages %}"""
 
 _ONLY_TEXT = r"""
 {%- if tools %}
@@ -267,6 +127,15 @@ _ONLY_TEXT = r"""
         {{- raise_exception('role must be system, user or assistant, got ' ~ message['role']) }}
     {%- elif message['content'] is not string or message['tool_calls'] %}
         {{- raise_exception('content must be text and without tool calls, got ' ~ message) }}
+    {%- endif %}
+{%- endfor %}"""
+
+_TEXT_AND_TOOLS = r"""
+{%- for message in messages %}
+    {%- if message['role'] not in ['system', 'developer', 'user', 'assistant', 'tool'] %}
+        {{- raise_exception('role must be system, developer, user, assistant or tool, got ' ~ message['role']) }}
+    {%- elif message['content'] is not string and not message['tool_calls'] %}
+        {{- raise_exception('content must be text, got ' ~ message) }}
     {%- endif %}
 {%- endfor %}"""
 
@@ -328,7 +197,7 @@ def _rename(mapping: Mapping[str, str]) -> str:
     if named["role"] == named["content"] or named["user"] == named["assistant"]:
         raise ValueError(f"two keys of mapping have one name: {dict(mapping)}")
     roles = {named["user"]: "user", named["assistant"]: "assistant"}
-    return _fill(_RENAME, ROLE=_literal(named["role"]), CONTENT=_literal(named["content"]), NAMES=_literal(roles))
+    return _own.fill(_RENAME, ROLE=_literal(named["role"]), CONTENT=_literal(named["content"]), NAMES=_literal(roles))
 
 
 def _encodes_as_one(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
@@ -384,13 +253,13 @@ def get_chat_template(
     text = _rename(mapping)
     system = template.system if system_message is None else system_message
     if system is not None:
-        text += _fill(_DEFAULT_SYSTEM, SYSTEM=_literal(system))
+        text += _own.fill(_DEFAULT_SYSTEM, SYSTEM=_literal(system))
     if isinstance(chat_template, str):
-        text += _ONLY_TEXT
+        text = _NO_NONES + text + (_TEXT_AND_TOOLS if template.has_tools else _ONLY_TEXT)
     if template.begins and _begins_plain_text(tokenizer):
-        text += _BEGIN
+        text += _own.BEGIN
     result = copy.deepcopy(tokenizer)
-    result.chat_template = text + template.body
+    result.chat_template = text + template.jinja()
     if map_eos_token and template.stop not in (None, tokenizer.eos_token):
         if _encodes_as_one(tokenizer, template.stop):
             result.eos_token = template.stop
