@@ -10,8 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,18 +63,18 @@ TRAINED_WEIGHT = "its weight is trained"
 
 def is_plain_lora_layer(module: nn.Module) -> bool:
     """Whether this is exactly peft's LoRA layer around a dense or 4-bit linear layer."""
-    lora = _lora()
-    return lora is not None and type(module) in _linear_kinds(lora)
+    return type(module) in _linear_kinds(_lora())
 
 
 @functools.cache
 def _linear_kinds(lora: Any) -> tuple[type, ...]:
+    if lora is None:
+        return ()
     # peft defines the 4-bit class only where bitsandbytes is installed
     return (lora.Linear, lora.Linear4bit) if quant.is_installed() else (lora.Linear,)
 
 
-@dataclass(frozen=True)
-class LinearView:
+class LinearView(NamedTuple):
     """One linear layer, with the adapter that is active on it, as a fused function needs it.
 
     Attributes:
@@ -102,21 +101,27 @@ def _is_idle(hook: Any) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling this module does more than its class's forward: such a module must be called, not read."""
-    own = module.__dict__.get("forward")
-    if own is not None:
-        patch = patch_of(module)
-        if patch is None or not isinstance(own, types.MethodType) or own.__func__ is not patch.bound:
+    return _has_own_hooks(module) or bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def _has_own_hooks(module: nn.Module) -> bool:
+    """`has_hooks` without the hooks for all modules of the process. Asked of some 40 modules in each layer and call."""
+    own = module.__dict__
+    if "forward" in own:
+        patch, forward = patch_of(module), own["forward"]
+        if patch is None or not isinstance(forward, types.MethodType) or forward.__func__ is not patch.bound:
             # somebody replaced it
             return True
-    return bool(
-        (module._forward_hooks and not all(_is_idle(hook) for hook in module._forward_hooks.values()))
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "_hf_hook" in module.__dict__
-        # hooks for all modules of the process
-        or torch.nn.modules.module._has_any_global_hook()
-    )
+    if own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"] or "_hf_hook" in own:
+        return True
+    hooks = own["_forward_hooks"]
+    return bool(hooks) and not all(_is_idle(hook) for hook in hooks.values())
+
+
+def tensor_of(module: nn.Module, name: str) -> Any:
+    """module.name for what is a parameter as a rule, without the time that a module takes to look for it."""
+    parameters = module._parameters
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def _supports_bfloat16(device: torch.device) -> bool:
@@ -128,82 +133,116 @@ def view_linear(module: nn.Module, x: Tensor) -> LinearView | str:
 
     Read at call time, so adapters may be added, switched, disabled or merged after the model was patched.
     """
-    scaling, dropout, lora_a, lora_b = 1.0, 0.0, None, None
-    base = module
-    if has_hooks(module):
+    found = views((module,), x)
+    return found if isinstance(found, str) else found[0]
+
+
+class _Adapter(NamedTuple):
+    """What `Projection` says of an adapter."""
+
+    a: Tensor | None = None
+    b: Tensor | None = None
+    scaling: float = 1.0
+    dropout: float = 0.0
+
+
+_NO_ADAPTER = _Adapter()
+
+
+def _adapter(module: Any) -> _Adapter | str:
+    """The adapter that is active on one of peft's plain LoRA layers, or why the layer must be called as a module."""
+    if module.disable_adapters:
+        return "a disabled adapter is still merged" if module.merged else _NO_ADAPTER
+    if module.merged:
+        return _NO_ADAPTER
+    modules = module._modules
+    lora_a = modules["lora_A"]._modules
+    active = [name for name in module.active_adapters if name in lora_a]
+    if len(active) != 1:
+        return f"{len(active)} adapters are active at once" if active else _NO_ADAPTER
+    name = active[0]
+    if name in module.lora_variant:
+        return f"adapter {name!r} is a LoRA variant ({type(module.lora_variant[name]).__name__})"
+    a, b = lora_a[name], modules["lora_B"]._modules[name]
+    is_plain = type(a) is nn.Linear and type(b) is nn.Linear and tensor_of(b, "bias") is None
+    if not is_plain or _has_own_hooks(a) or _has_own_hooks(b):
+        return f"adapter {name!r} is more than two plain matrices"
+    if not module.cast_input_dtype_enabled:
+        return "its input cast is switched off"
+    drop, dropout = modules["lora_dropout"]._modules[name], 0.0
+    if isinstance(drop, nn.Dropout):
+        dropout = float(drop.p) if drop.training else 0.0
+    elif not isinstance(drop, nn.Identity):
+        return f"adapter {name!r} has a dropout of its own kind"
+    if _has_own_hooks(drop):
+        return f"adapter {name!r} has a dropout of its own kind"
+    if dropout == 1.0:
+        return "its dropout is 1"
+    return _Adapter(tensor_of(a, "weight"), tensor_of(b, "weight"), float(module.scaling[name]), dropout)
+
+
+def _view(
+    module: nn.Module, x_dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
+) -> LinearView | str:
+    """`view_linear` for an input of this dtype on this device, where no hooks for all modules are."""
+    base, adapter = module, _NO_ADAPTER
+    if _has_own_hooks(module):
         return "a projection has hooks"
-    if is_lora_layer(module):
-        lora = _lora()
-        if type(module) not in _linear_kinds(lora):
-            return f"{type(module).__module__}.{type(module).__name__} is not a plain LoRA linear"
-        base = module.base_layer
-        if has_hooks(base):
+    if is_plain_lora_layer(module):
+        base = module._modules["base_layer"]
+        if _has_own_hooks(base):
             return "a projection has hooks"
-        if module.disable_adapters:
-            if module.merged:
-                return "a disabled adapter is still merged"
-        elif not module.merged:
-            active = [name for name in module.active_adapters if name in module.lora_A]
-            if len(active) > 1:
-                return f"{len(active)} adapters are active at once"
-            if active:
-                name = active[0]
-                if name in module.lora_variant:
-                    return f"adapter {name!r} is a LoRA variant ({type(module.lora_variant[name]).__name__})"
-                a, b = module.lora_A[name], module.lora_B[name]
-                if (
-                    type(a) is not nn.Linear
-                    or type(b) is not nn.Linear
-                    or b.bias is not None
-                    or has_hooks(a)
-                    or has_hooks(b)
-                ):
-                    return f"adapter {name!r} is more than two plain matrices"
-                if not module.cast_input_dtype_enabled:
-                    return "its input cast is switched off"
-                drop = module.lora_dropout[name]
-                if has_hooks(drop) or not isinstance(drop, (nn.Dropout, nn.Identity)):
-                    return f"adapter {name!r} has a dropout of its own kind"
-                dropout = drop.p if isinstance(drop, nn.Dropout) and drop.training else 0.0
-                if dropout == 1.0:
-                    return "its dropout is 1"
-                lora_a, lora_b, scaling = a.weight, b.weight, module.scaling[name]
-    autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+        found = _adapter(module)
+        if isinstance(found, str):
+            return found
+        adapter = found
+    elif is_lora_layer(module):
+        return f"{type(module).__module__}.{type(module).__name__} is not a plain LoRA linear"
+    weight: Any
     if quant.is_4bit(base):
         weight = quant.nf4_weight(base)
         if isinstance(weight, str):
             return weight
-        dtype, out_dtype = autocast or quant.compute_dtype(base, x), x.dtype
+        dtype, out_dtype = autocast or quant.compute_dtype(base, x_dtype), x_dtype
     elif type(base) is nn.Linear:
-        weight = base.weight
+        weight = tensor_of(base, "weight")
         if weight.requires_grad:
             return TRAINED_WEIGHT
-        if autocast is None and weight.dtype != x.dtype:
-            return f"its weight is {weight.dtype} and its input {x.dtype}"
-        dtype = out_dtype = autocast or x.dtype
+        if autocast is None and weight.dtype != x_dtype:
+            return f"its weight is {weight.dtype} and its input {x_dtype}"
+        dtype = out_dtype = autocast or x_dtype
     else:
         return f"{type(base).__module__}.{type(base).__name__} is not a plain or 4-bit linear layer"
-    if weight.device != x.device if isinstance(weight, Tensor) else weight.packed.device != x.device:
+    if weight.device != device:
         return "its weight lies on another device"
-    lora_dtype = autocast
-    if lora_a is not None and lora_a.dtype is torch.bfloat16 and not _supports_bfloat16(x.device):
+    lora_dtype, bfloat16 = autocast, torch.bfloat16
+    if (
+        adapter.a is not None
+        and adapter.a.dtype is bfloat16
+        and dtype is not bfloat16
+        and not _supports_bfloat16(device)
+    ):
         # TRL casts the adapters of a quantized model to bfloat16 whatever the card; no such pointer may reach a kernel here
         lora_dtype = dtype
-    projection = Projection(weight, base.bias, lora_a, lora_b, float(scaling), float(dropout))
+    projection = Projection(weight, tensor_of(base, "bias"), *adapter)
     return LinearView(projection, dtype, out_dtype, lora_dtype)
 
 
 def views(modules: Sequence[nn.Module], x: Tensor) -> list[LinearView] | str:
     """All modules as views that can run as one function, or the first reason why not."""
+    device = x.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    if torch.nn.modules.module._has_any_global_hook():
+        return "a projection has hooks"
     found = []
     for module in modules:
-        view = view_linear(module, x)
+        view = _view(module, x.dtype, device, autocast)
         if isinstance(view, str):
             return view
         found.append(view)
     first = found[0]
     lora_dtypes = {v.lora_dtype or v.projection.lora_a.dtype for v in found if v.projection.lora_a is not None}
-    if any((v.dtype, v.out_dtype) != (first.dtype, first.out_dtype) for v in found) or len(lora_dtypes) > 1:
+    if len(lora_dtypes) > 1 or any(v.dtype != first.dtype or v.out_dtype != first.out_dtype for v in found):
         return "the projections compute in different dtypes"
     return found
 

@@ -99,12 +99,9 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
     if not family.has_layer_norm:
         parts[family.norm] = ("norm", norm.forward, family, None)
     if attention.fits(family):
-        facts = attention.AttentionFacts(family, state.deterministic)
-        parts[family.attention] = ("attention", attention.forward, facts, attention_reason)
+        parts[family.attention] = ("attention", attention.forward, None, attention_reason)
     if mlp.fits(family):
-        activation = mlp.activation_name(base.config, family)
-        reason = None if activation else f"activation {getattr(base.config, family.activation)!r} has no kernel"
-        parts[family.mlp] = ("mlp", mlp.forward, mlp.MLPFacts(activation or ""), reason)
+        parts[family.mlp] = ("mlp", mlp.forward, mlp.make_facts(base.config, family), None)
     for name, module in base.named_modules():
         kind = own_class(module)
         found = parts.get(kind.__name__)
@@ -113,8 +110,10 @@ def _bind_family(base: PreTrainedModel, family: Family, state: ModelState, atten
         part, forward, facts, reason = found
         if reason is None and part in ("attention", "mlp"):
             reason = quant.unreadable(module)
+        if part == "attention":
+            facts = attention.AttentionFacts(family, state.deterministic, attention.is_sliding(module, family))
         if reason is None and part == "mlp":
-            reason = mlp.other_activation(module, base.config, family)
+            reason = mlp.unfit_activation(module, base.config, family)
         if reason is None:
             reason = bind(module, part, forward, facts, state.strict)
         if reason is not None:

@@ -107,19 +107,23 @@ _NF4_WEIGHTS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, NF4Weight]] = weak
 
 def nf4_weight(module: nn.Module) -> NF4Weight | str:
     """The 4-bit weight of a Linear4bit without a copy, or why it cannot be read as one."""
-    state = module.weight.quant_state
+    stored = module._parameters["weight"]
+    state = stored.quant_state
     if state is None:
         return "its 4-bit weight is not quantized yet: move the model to its device first"
     if state.quant_type != "nf4":
         return f"its weight is stored as {state.quant_type}, not nf4"
     if "packing_format_for_cpu" in vars(state) and state.packing_format_for_cpu:
         return "bitsandbytes repacked its weight for CPU inference"
-    nested = state.state2 if state.nested else None
     made_from, cached = _NF4_WEIGHTS.get(module, (None, None))
-    if cached is not None and made_from is state and cached.packed.data_ptr() == module.weight.data_ptr():
-        return cached
+    if cached is not None and made_from is state:
+        # a look at the address, without the function that the class of 4-bit weights has for every use of a tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            if cached.packed.data_ptr() == stored.data_ptr():
+                return cached
+    nested = state.state2 if state.nested else None
     weight = NF4Weight(
-        packed=module.weight.data.view(torch.uint8) if module.weight.dtype != torch.uint8 else module.weight.data,
+        packed=stored.data.view(torch.uint8) if stored.dtype != torch.uint8 else stored.data,
         absmax=state.absmax,
         shape=(state.shape[0], state.shape[1]),
         blocksize=state.blocksize,
@@ -133,11 +137,11 @@ def nf4_weight(module: nn.Module) -> NF4Weight | str:
     return weight
 
 
-def compute_dtype(module: nn.Module, x: Tensor) -> torch.dtype:
-    """The dtype in which a Linear4bit multiplies, as its own forward decides it."""
+def compute_dtype(module: nn.Module, x_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a Linear4bit multiplies an input of `x_dtype`, as its own forward decides it."""
     if module.compute_type_is_set:
-        return module.compute_dtype or x.dtype
-    return x.dtype
+        return module.compute_dtype or x_dtype
+    return x_dtype
 
 
 def decode_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:

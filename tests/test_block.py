@@ -1,6 +1,7 @@
 """The decoder layer as one function: plans, what is kept and where, which gradients are made."""
 
 import itertools
+import weakref
 
 import pytest
 import tiny
@@ -198,3 +199,21 @@ def test_adapters_may_be_added_before_the_rounding(rounding, tmp_path):
 def test_a_rounding_that_does_not_exist_is_an_error():
     with pytest.raises(ValueError, match="'stock' or 'once', got 'never'"):
         fastlm.patch_model(tiny.model("llama", attention="sdpa"), lora_rounding="never")
+
+
+@pytest.mark.parametrize("name", ["cohere", "ernie4_5", "olmo2", "olmo3"])
+def test_rotary_tables_are_made_once_a_forward(name, monkeypatch):
+    """All layers of a kind read one pair of tables, which nobody holds when the forward is over."""
+    ours, seen, stock = patched(name, torch.bfloat16, num_hidden_layers=4, layer_types=None), [], function.heads_fwd
+
+    def spy(packed, cos, sin, *args, **kwargs):
+        seen.append((weakref.ref(cos), cos.data_ptr(), sin.data_ptr(), cos.dtype))
+        return stock(packed, cos, sin, *args, **kwargs)
+
+    monkeypatch.setattr(function, "heads_fwd", spy)
+    output = ours.train()(input_ids=tiny.ids(2, 40), labels=tiny.ids(2, 40))
+    n_kinds = len(set(getattr(ours.config, "layer_types", None) or ["all"]))
+    assert len(seen) == 4 and len({row[1:3] for row in seen}) == n_kinds
+    assert {dtype for *_, dtype in seen} == {torch.float32}
+    del output
+    assert all(table() is None for table, *_ in seen)

@@ -1,6 +1,7 @@
 """Models that somebody changed before or after they were patched: stock's numbers, or an error."""
 
 import copy
+import functools
 
 import pytest
 import tiny
@@ -133,3 +134,62 @@ def test_float64_runs():
     stock = tiny.with_lora(tiny.model("llama")).double()
     ours = fastlm.patch_model(tiny.with_lora(tiny.model("llama", attention="sdpa")).double())
     assert same(losses((stock, ours)))
+
+
+def _set(path, value):
+    """Set the attribute at a dotted path, of the model or, from "layer" on, of each of its layers."""
+    *way, name = path.split(".")
+
+    def change(base):
+        for root in base.model.layers if way[0] == "layer" else [base]:
+            setattr(functools.reduce(getattr, way[way[0] == "layer" :], root), name, value)
+
+    return change
+
+
+CHANGES = [
+    ("mistral-window", "config.sliding_window", 3),
+    ("mistral", "config.sliding_window", 5),
+    ("mistral-window", "config.sliding_window", None),
+    ("gemma2", "config.sliding_window", 3),
+    ("gemma2", "layer.self_attn.scaling", 0.9),
+    ("gemma2", "layer.self_attn.attn_logit_softcapping", 0.5),
+    ("gemma2", "layer.self_attn.sliding_window", 2),
+    ("gemma3", "config.sliding_window", 3),
+    ("exaone4", "config.sliding_window", 3),
+    ("smollm3", "layer.self_attn.use_rope", 0),
+    ("granite", "layer.residual_multiplier", 1.3),
+    ("llama", "layer.self_attn.scaling", 0.9),
+    ("llama", "layer.mlp.act_fn", nn.GELU()),
+    ("stablelm", "layer.use_parallel_residual", True),
+]
+
+
+@pytest.mark.parametrize("runs", ["block", "parts", "stock"])
+@pytest.mark.parametrize("name, path, value", CHANGES, ids=[f"{name}-{path}={value}" for name, path, value in CHANGES])
+def test_what_is_changed_between_two_calls(name, path, value, runs):
+    """Masks are made of the config's window in each call, the rest is read from the modules: so do we."""
+    models = pair(name=name)
+    if runs == "parts":
+        # its norm's weight is trained, which is autograd's work
+        for made in models:
+            for norm in [
+                m for n, m in made.named_modules() if n.endswith(("layernorm", "norm")) and hasattr(m, "weight")
+            ]:
+                norm.weight.requires_grad_(True)
+    elif runs == "stock":
+        for made in models:
+            for layer in layers_of(made):
+                layer.self_attn.register_forward_hook(lambda module, args, output: None)
+    assert same(losses(models))
+    before = losses(models[:1])
+    for made in models:
+        _set(path, value)(made.get_base_model())
+    want_loss, want = tiny.loss_and_gradients(models[0], dict(input_ids=X, labels=X), use_cache=False)
+    loss, got = tiny.loss_and_gradients(models[1], dict(input_ids=X, labels=X), use_cache=False)
+    # stock's eager attention does not read the module's window
+    assert same([want_loss, before[0]]) == (path == "layer.self_attn.sliding_window")
+    assert same([want_loss, loss])
+    assert all(tiny.relative(got[n], want[n]) <= 1e-5 for n in want)
+    stays = not any(row.fallback_calls for row in fastlm.report(models[1]))
+    assert stays or runs == "stock" or "act_fn" in path

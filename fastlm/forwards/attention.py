@@ -18,20 +18,18 @@ from fastlm_kernels.rope import rope
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """deterministic: gradients are equal to the bit between runs."""
+    """deterministic: gradients are equal to the bit between runs. is_sliding: as the function of this name."""
 
     family: Family
     deterministic: bool
+    is_sliding: bool
 
 
-def window_of(module: nn.Module, family: Family) -> int | None:
-    """The sliding window of an attention module, read where its family keeps it; None without one."""
-    if family.window == "config":
-        return module.config.sliding_window
+def is_sliding(module: nn.Module, family: Family) -> bool:
+    """Whether an attention module is one with a window: the config's, of which masks are made, when it is called."""
     if family.window == "layer_type":
-        is_sliding = module.config.layer_types[module.layer_idx] == "sliding_attention"
-        return module.config.sliding_window if is_sliding else None
-    return module.sliding_window if family.window == "module" else None
+        return module.config.layer_types[module.layer_idx] == "sliding_attention"
+    return family.window == "config" or (family.window == "module" and module.sliding_window is not None)
 
 
 def fits(family: Family) -> bool:
@@ -83,7 +81,7 @@ def forward(
     # a mask holds causality, window and padding already; without one, whole rows have a layout or are plain
     is_whole_row = attention_mask is None and k.shape[1] == length
     layout = sequence_layout(kwargs, q) if is_whole_row else None
-    window = window_of(self, family) if attention_mask is None else None
+    window = self.config.sliding_window if attention_mask is None and patch.facts.is_sliding else None
     deterministic = patch.facts.deterministic
     patch.backend = attention_backend(q, k, v, layout, window, attention_mask, deterministic)
     out = attention(

@@ -16,6 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastlm.families import Family
 from fastlm.patching import patch_of
 from fastlm_kernels.attention import (
     SequenceLayout,
@@ -28,8 +29,12 @@ from fastlm_kernels.attention import (
 # The name in `config._attn_implementation` under which transformers finds our mask and attention functions.
 ATTENTION = "fastlm"
 _LAYOUT = "sequence_layout"
+# The keyword argument that tells a stock attention of its layer's window now; its module read the config's when it was made.
+WINDOW = "window_now"
 # The keyword argument that tells the first layer whether anybody reads the gradient of its input.
 NEEDS_INPUT_GRADIENT = "needs_input_gradient"
+# The keyword argument that carries a forward's `RotaryTables` from layer to layer.
+TABLES = "rotary_tables"
 # Hooks that trainers leave on the embeddings: they mark their output, or add noise to it, and read no gradient.
 _UNREADING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad", "neftune_post_forward_hook")
 # What stock forwards and outputs call the key/value cache: transformers renamed it in 5.24.
@@ -43,6 +48,28 @@ def sequence_layout(kwargs: dict[str, Any], tokens: Tensor) -> SequenceLayout | 
         n_tokens = tokens.shape[0] * tokens.shape[1]
         layout = layout_from_cu_seqlens(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], n_tokens)
     return layout
+
+
+class RotaryTables:
+    """A family's rotary tables as its rotation reads them, made for the first layer of a forward and handed to the others."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        # by the identity of the cosines, which are kept here so that it stays theirs
+        self._made: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def read(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B or 1, S, R] with each value once in the first half, in the dtype of the rotation."""
+        if not self._family.rope_tables_interleaved and not self._family.rope_rounds_once:
+            return cos, sin
+        if id(cos) not in self._made:
+            self._made[id(cos)] = (cos, *(self._converted(table) for table in (cos, sin)))
+        return self._made[id(cos)][1:]
+
+    def _converted(self, table: Tensor) -> Tensor:
+        if self._family.rope_tables_interleaved:
+            table = torch.cat((table[..., ::2], table[..., ::2]), -1)
+        return table.float() if self._family.rope_rounds_once else table
 
 
 def stock_mask(kwargs: dict[str, Any], hidden_states: Tensor, window: int | None, implementation: str) -> Tensor | None:
@@ -140,7 +167,7 @@ def attention_function(
     out = attention(
         q, k, v, scaling if scaling is not None else query.shape[-1] ** -0.5,
         layout=sequence_layout(kwargs, q) if is_whole_row else None,
-        window=sliding_window if attention_mask is None else None, mask=attention_mask, softcap=softcap,
+        window=kwargs.get(WINDOW, sliding_window) if attention_mask is None else None, mask=attention_mask, softcap=softcap,
     )  # fmt: skip
     return out, None
 
@@ -208,6 +235,7 @@ def forward(
             attention_mask = torch.ones((), dtype=torch.bool, device=rows.device).expand(
                 rows.shape[0], 1, rows.shape[1]
             )
+        kwargs[TABLES] = RotaryTables(patch_of(self).facts)
         embeddings = self.get_input_embeddings()
         embeds = embeddings.parameters() if inputs_embeds is None else [inputs_embeds]
         # who gets the hidden states may look at their gradients

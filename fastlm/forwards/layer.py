@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +17,18 @@ from fastlm import adapters
 from fastlm.block.function import BlockFunction
 from fastlm.block.spec import KEEP_ALL, RECOMPUTE_ALL, BlockSpec, Layer, Norm
 from fastlm.families import Family
-from fastlm.forwards.attention import window_of
-from fastlm.forwards.backbone import ATTENTION, CACHE, NEEDS_INPUT_GRADIENT, sequence_layout, stock_mask
-from fastlm.forwards.mlp import activation_name, other_activation
+from fastlm.forwards.attention import is_sliding
+from fastlm.forwards.backbone import (
+    ATTENTION,
+    CACHE,
+    NEEDS_INPUT_GRADIENT,
+    TABLES,
+    WINDOW,
+    RotaryTables,
+    sequence_layout,
+    stock_mask,
+)
+from fastlm.forwards.mlp import activation_name, activations, unfit_activation
 from fastlm.forwards.projections import is_decode_step
 from fastlm.patching import Patch, patch_of
 from fastlm_kernels.attention import attention_backend
@@ -25,7 +37,7 @@ from fastlm_kernels.lora import group_tensors, make_group
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What never changes about a layer.
+    """What is known about a layer before a call.
 
     Attributes:
         family: its row.
@@ -33,6 +45,9 @@ class LayerFacts:
         arguments: names of the stock forward's arguments behind the hidden states.
         deterministic: gradients are equal to the bit between runs.
         rounds_once: as `Layer`.
+        slides: its attention has a window.
+        of_attention, of_layer: read from them what the stock layer reads at every call, and somebody may change between two.
+        read: what they gave when the shape was made.
     """
 
     family: Family
@@ -40,6 +55,10 @@ class LayerFacts:
     arguments: tuple[str, ...]
     deterministic: bool
     rounds_once: bool
+    slides: bool
+    of_attention: Callable[[Any], Any]
+    of_layer: Callable[[Any], Any]
+    read: tuple[Any, Any]
 
 
 class _Elsewhere(Exception):
@@ -53,19 +72,46 @@ class _Stock(Exception):
 def make_facts(layer: nn.Module, family: Family, deterministic: bool, rounds_once: bool) -> LayerFacts:
     """The block's shape from the layer's own modules and config."""
     attention = layer.self_attn
+    attention_names, layer_names = _read_names(layer, family)
+    of_attention, of_layer = operator.attrgetter(*attention_names), operator.attrgetter(*layer_names)
+    slides = is_sliding(attention, family)
+    _, _, *arguments = inspect.signature(type(layer).forward).parameters
+    return LayerFacts(
+        family, _spec(layer, family, slides), tuple(arguments), deterministic, rounds_once, slides, of_attention, of_layer,
+        (of_attention(attention), of_layer(layer)),
+    )  # fmt: skip
+
+
+def _read_names(layer: nn.Module, family: Family) -> tuple[list[str], list[str]]:
+    """The attributes of the attention and of the layer, by dotted names, that its shape and `unfit` depend on."""
+    attention = ["scaling", *(name for name in (family.softcap, family.rotates) if name is not None)]
+    if family.window != "none" or family.rotates_without_windows:
+        attention.append("config.sliding_window")
+    names = [f"mlp.{name}" for name, _ in activations(layer.mlp)]
+    names += [name for name in (family.residual_multiplier, family.parallel) if isinstance(name, str)]
+    for name in (*family.refuses, *family.dropouts):
+        head, _, tail = name.partition(".")
+        (attention if head == "self_attn" else names).append(tail if head == "self_attn" else name)
+    # an activation that is a function of the class has no attribute
+    return attention, names or ["mlp"]
+
+
+def _spec(layer: nn.Module, family: Family, slides: bool) -> BlockSpec:
+    attention = layer.self_attn
     config = attention.config
     has_windows = not family.rotates_without_windows or config.sliding_window is not None
     rotates = family.rotates is None or not has_windows or bool(getattr(attention, family.rotates))
     parallel = family.parallel if isinstance(family.parallel, bool) else getattr(layer, family.parallel)
     activation = activation_name(config, family)
     assert activation is not None
-    spec = BlockSpec(
+    return BlockSpec(
         n_heads=config.num_attention_heads,
         n_kv_heads=config.num_key_value_heads,
         head_size=attention.head_dim,
         scale=attention.scaling,
-        window=window_of(attention, family),
-        softcap=getattr(config, family.softcap) if family.softcap else None,
+        # eager attention and SDPA are told by a mask, which is made of the config's window
+        window=config.sliding_window if slides else None,
+        softcap=getattr(attention, family.softcap) if family.softcap else None,
         rotates=rotates,
         rope_interleaved=family.rope_interleaved,
         qk_norm_place=family.qk_norm_place,
@@ -74,8 +120,22 @@ def make_facts(layer: nn.Module, family: Family, deterministic: bool, rounds_onc
         is_parallel=parallel,
         residual_multiplier=getattr(layer, family.residual_multiplier) if family.residual_multiplier else 1.0,
     )
-    _, _, *arguments = inspect.signature(type(layer).forward).parameters
-    return LayerFacts(family, spec, tuple(arguments), deterministic, rounds_once)
+
+
+def _facts_now(layer: nn.Module, patch: Patch) -> LayerFacts:
+    """The facts of a bound layer, made anew if somebody changed what they depend on."""
+    facts: LayerFacts = patch.facts
+    attention = layer._modules["self_attn"]
+    read = facts.of_attention(attention), facts.of_layer(layer)
+    if read != facts.read:
+        reason = unfit(layer, facts.family)
+        if reason is not None:
+            raise _Stock(reason)
+        spec = _spec(layer, facts.family, facts.slides)
+        patch.facts = facts = dataclasses.replace(facts, spec=spec, read=read)
+        # another shape may run another attention library
+        patch.backend = ""
+    return facts
 
 
 def unfit(layer: nn.Module, family: Family) -> str | None:
@@ -83,12 +143,9 @@ def unfit(layer: nn.Module, family: Family) -> str | None:
     for module, wanted in ((layer.self_attn, family.attention), (layer.mlp, family.mlp)):
         if type(module).__name__ != wanted:
             return f"a {type(module).__name__} stands in the place of its {wanted}"
-    activation = activation_name(layer.self_attn.config, family)
-    if activation is None:
-        return f"activation {getattr(layer.self_attn.config, family.activation)!r} has no kernel"
-    activation_reason = other_activation(layer.mlp, layer.self_attn.config, family)
-    if activation_reason is not None:
-        return activation_reason
+    reason = unfit_activation(layer.mlp, layer.self_attn.config, family)
+    if reason is not None:
+        return reason
     for name in family.refuses:
         if _attribute(layer, name):
             return f"{name} is {_attribute(layer, name)}"
@@ -120,17 +177,18 @@ def _norm(module: nn.Module, x: Tensor, family: Family, may_train_bias: bool = F
         raise _Stock(f"a norm is a {type(module).__name__}")
     if adapters.has_hooks(module):
         raise _Stock("a norm has hooks")
-    weight, bias = module.weight, module.bias if isinstance(module, nn.LayerNorm) else None
+    weight = adapters.tensor_of(module, "weight")
+    bias = adapters.tensor_of(module, "bias") if isinstance(module, nn.LayerNorm) else None
     casts = family.norm_casts_before_weight and not family.has_layer_norm
     if weight.requires_grad or (bias is not None and bias.requires_grad and not may_train_bias):
         raise _Elsewhere
-    if casts and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
+    if casts and weight.dtype != x.dtype and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
         raise _Elsewhere
     eps = getattr(module, family.norm_eps)
     return Norm(weight, bias, eps, family.norm_weight_offset, family.norm_casts_before_weight, family.has_layer_norm)
 
 
-def _views(modules: tuple[nn.Module, ...], x: Tensor) -> list[adapters.LinearView]:
+def _views(modules: list[nn.Module], x: Tensor) -> list[adapters.LinearView]:
     found = adapters.views(modules, x)
     if found == adapters.TRAINED_WEIGHT:
         raise _Elsewhere
@@ -146,7 +204,10 @@ def _describe(
     self: nn.Module, facts: LayerFacts, x: Tensor, mask: Any, recomputes: bool, kwargs: dict[str, Any]
 ) -> tuple[Layer, list[Tensor | None]]:
     """The layer at this call, (bias, A, B) of each of its projections, and the biases of its attention's and MLP's norm."""
-    attn, mlp, family = self.self_attn, self.mlp, facts.family
+    # read from here, modules cost less time than as attributes
+    children, family = self._modules, facts.family
+    attn: Any = children["self_attn"]
+    mlp: Any = children["mlp"]
     if type(attn).__name__ != family.attention or type(mlp).__name__ != family.mlp:
         raise _Stock(f"its halves are a {type(attn).__name__} and a {type(mlp).__name__}")
     if attn.config._attn_implementation != ATTENTION:
@@ -163,16 +224,17 @@ def _describe(
     names = (family.attention_norm, family.attention_out_norm, mlp_norm, family.mlp_out_norm)
     # the block gives a gradient to the biases of norms before the halves
     norms = [
-        None if name is None else _norm(getattr(self, name), x, family, may_train_bias=i % 2 == 0)
+        None if name is None else _norm(children[name], x, family, may_train_bias=i % 2 == 0)
         for i, name in enumerate(names)
     ]
     qk_norms: list[Norm | None] = [None, None]
     if has_qk_norms(attn, family):
         assert family.qk_norms is not None
-        qk_norms = [_norm(getattr(attn, name), x, family) for name in family.qk_norms]
+        qk_norms = [_norm(attn._modules[name], x, family) for name in family.qk_norms]
+    of_attention, of_mlp = attn._modules, mlp._modules
     modules = (
-        tuple(getattr(attn, name) for name in family.qkv), (getattr(attn, family.out),),
-        tuple(getattr(mlp, name) for name in family.gate_up), (getattr(mlp, family.down),),
+        [of_attention[name] for name in family.qkv], [of_attention[family.out]],
+        [of_mlp[name] for name in family.gate_up], [of_mlp[family.down]],
     )  # fmt: skip
     found = [_views(group, x) for group in modules]
     projections = [[view.projection for view in views] for views in found]
@@ -196,26 +258,19 @@ def _note_backend(patch: Patch, layer: Layer, x: Tensor) -> None:
     )
 
 
-def _tables(cos: Tensor, sin: Tensor, family: Family) -> tuple[Tensor, Tensor]:
-    """A family's tables as the rotation reads them: each value once, in the first half."""
-    if family.rope_tables_interleaved:
-        cos, sin = (torch.cat((t[..., ::2], t[..., ::2]), -1) for t in (cos, sin))
-    if family.rope_rounds_once:
-        cos, sin = cos.float(), sin.float()
-    return cos, sin
-
-
 def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     patch = patch_of(self)
     facts: LayerFacts = patch.facts
     kwargs |= zip(facts.arguments, args, strict=False)
     recomputes = patch.recomputes and self.training and torch.is_grad_enabled()
     needs_input_gradient = kwargs.pop(NEEDS_INPUT_GRADIENT, True)
+    tables = kwargs.pop(TABLES, None) or RotaryTables(facts.family)
     try:
         if kwargs.get("output_attentions"):
             raise _Stock("attention scores were asked for, which only eager attention returns")
         if kwargs.get("past_key_values") is not None and not recomputes:
             raise _Elsewhere
+        facts = _facts_now(self, patch)
         layer, tensors = _describe(self, facts, hidden_states, kwargs.get("attention_mask"), recomputes, kwargs)
     except _Elsewhere:
         # the parts count this call
@@ -230,15 +285,17 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         if not needs_input_gradient and is_marked_leaf and self.self_attn.layer_idx == 0:
             # only a trainer's hook on the embeddings asks for its gradient, and nobody reads it
             hidden_states = hidden_states.detach()
-        cos, sin = kwargs["position_embeddings"]
-        cos, sin = _tables(cos, sin, facts.family)
+        cos, sin = tables.read(*kwargs["position_embeddings"])
         return BlockFunction.apply(hidden_states, cos, sin, layer, *tensors)
     if recomputes:
         kwargs |= {"past_key_values": None, "use_cache": False}
-    implementation = self.self_attn.config._attn_implementation
-    if implementation != ATTENTION or not facts.family.layer_keeps_kwargs:
+    config = self.self_attn.config
+    implementation, window = config._attn_implementation, config.sliding_window if facts.slides else None
+    if implementation == ATTENTION and facts.family.layer_keeps_kwargs:
+        kwargs[WINDOW] = window
+    else:
         # a layer with a config of its own, say
-        kwargs["attention_mask"] = stock_mask(kwargs, hidden_states, facts.spec.window, implementation)
+        kwargs["attention_mask"] = stock_mask(kwargs, hidden_states, window, implementation)
     if "past_key_values" in kwargs:
         kwargs[CACHE] = kwargs.pop("past_key_values")
     if recomputes:

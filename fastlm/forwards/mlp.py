@@ -11,16 +11,17 @@ from transformers.activations import ACT2FN
 from fastlm import adapters
 from fastlm.families import Family
 from fastlm.forwards.projections import is_decode_step, project, shared_views
-from fastlm.patching import patch_of
+from fastlm.patching import Fallback, patch_of
 from fastlm_kernels.glu import glu
 from fastlm_kernels.lora_mlp import lora_glu_mlp
 
 
 @dataclass(frozen=True)
 class MLPFacts:
-    """activation: name of the op's activation that equals the config's."""
+    """activation: name of the op's activation that equals the config's. kind: transformers' class of it."""
 
     activation: str
+    kind: type
 
 
 # transformers' names of an activation -> the op's
@@ -40,14 +41,30 @@ def activation_name(config: Any, family: Family) -> str | None:
     return None if name == "relu2" and family.is_gated else name
 
 
-def other_activation(module: nn.Module, config: Any, family: Family) -> str | None:
-    """Why this MLP does not compute what its config says, or None: somebody gave it another activation."""
-    wanted: type = type(ACT2FN[getattr(config, family.activation)])
-    for child in module.children():
-        is_activation = type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation")
-        if is_activation and type(child) is not wanted:
-            return f"its activation is a {type(child).__name__}, not the {wanted.__name__} of its config"
-    return None
+def activations(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The activation modules of an MLP, by name."""
+    places = ("transformers.activations", "torch.nn.modules.activation")
+    return [(name, child) for name, child in module.named_children() if type(child).__module__ in places]
+
+
+def _kind(config: Any, family: Family) -> type:
+    return type(ACT2FN[getattr(config, family.activation)])
+
+
+def make_facts(config: Any, family: Family) -> MLPFacts | None:
+    """None where no kernel computes the activation."""
+    name = activation_name(config, family)
+    return None if name is None else MLPFacts(name, _kind(config, family))
+
+
+def unfit_activation(module: nn.Module, config: Any, family: Family) -> str | None:
+    """Why no kernel computes the activation of this MLP, or None: there is none, or somebody gave it another than its config's."""
+    name = getattr(config, family.activation)
+    if activation_name(config, family) is None:
+        return f"activation {name!r} has no kernel"
+    wanted = _kind(config, family)
+    others = [type(child).__name__ for _, child in activations(module) if type(child) is not wanted]
+    return f"its activation is a {others[0]}, not the {wanted.__name__} of its config" if others else None
 
 
 def fits(family: Family) -> bool:
@@ -58,6 +75,8 @@ def fits(family: Family) -> bool:
 def forward(self: nn.Module, x: Tensor) -> Tensor:
     patch = patch_of(self)
     activation = patch.facts.activation
+    if any(type(child) is not patch.facts.kind for _, child in activations(self)):
+        raise Fallback("its activation was replaced")
     if is_decode_step(x):
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), activation))
     gate_up = shared_views((self.gate_proj, self.up_proj), x, patch)
