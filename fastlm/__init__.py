@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastlm.guards import callbacks
     from fastlm.model import FastLanguageModel, patch_model, revert
     from fastlm.reporting import report
 
@@ -19,8 +20,9 @@ _WHERE = {
     "patch_model": "fastlm.model",
     "revert": "fastlm.model",
     "report": "fastlm.reporting",
+    "callbacks": "fastlm.guards",
 }
-__all__ = ["FastLanguageModel", "patch_model", "report", "revert"]
+__all__ = ["FastLanguageModel", "callbacks", "patch_model", "report", "revert"]
 
 
 def __getattr__(name: str) -> Any:

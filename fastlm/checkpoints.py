@@ -2,6 +2,8 @@
 
 A folder that is being written is `.checkpoint-500.writing`, one whose replacement is being published `.checkpoint-500.replaced`, and a
 damaged one that a run went past `.checkpoint-500.damaged`: transformers takes none of them for a checkpoint, and rotates none away.
+
+A trainer that writes straight into `checkpoint-500` can have it marked instead: the folder holds a file `.writing` until it is sealed.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 MANIFEST = "fastlm_manifest.json"
 # written last by transformers' Trainer: a folder of its own without it was never finished
 TRAINER_STATE = "trainer_state.json"
+# lies in a folder that is being written under its final name
+MARK = ".writing"
 _FORMAT = 1
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ASIDE = re.compile(r"\.(checkpoint-\d+)\.(writing|replaced)")
@@ -31,12 +35,13 @@ _ASIDE = re.compile(r"\.(checkpoint-\d+)\.(writing|replaced)")
 def manifest(folder: str) -> dict[str, Any]:
     """What a folder holds: `{"format": 1, "files": {relative name with slashes: {"size": bytes, "sha256": hex digits}}}`.
 
-    The manifest itself is left out. Reads every file once.
+    The manifest itself and the mark are left out. Reads every file once.
     """
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     named = {path.relative_to(folder).as_posix(): path for path in paths}
     described = {name: dict(size=path.stat().st_size, sha256=_sha256(path)) for name, path in named.items()}
-    described.pop(MANIFEST, None)
+    for own in (MANIFEST, MARK):
+        described.pop(own, None)
     return {"format": _FORMAT, "files": described}
 
 
@@ -70,13 +75,7 @@ def publish(part: str, final: str) -> int:
     Raises:
         OSError: if the disk refuses; `final` is then as it was.
     """
-    listed = manifest(part)
-    with open(os.path.join(part, MANIFEST), "w", encoding="utf-8") as file:
-        json.dump(listed, file, indent=1)
-    for directory, _, names in os.walk(part, topdown=False):
-        for name in names:
-            _fsync(os.path.join(directory, name))
-        _fsync(directory)
+    n_bytes = _make_durable(part)
     older = _aside(final, "replaced")
     if os.path.isdir(final):
         if os.path.isdir(older):
@@ -87,7 +86,67 @@ def publish(part: str, final: str) -> int:
     if os.path.isdir(older):
         logger.warning("%s was there before and is replaced", final)
         shutil.rmtree(older)
+    return n_bytes
+
+
+def _make_durable(folder: str) -> int:
+    """Write the manifest of a folder and have the disk keep every file. Returns their bytes."""
+    listed = manifest(folder)
+    with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as file:
+        json.dump(listed, file, indent=1)
+    for directory, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _fsync(os.path.join(directory, name))
+        _fsync(directory)
     return sum(file["size"] for file in listed["files"].values())
+
+
+def mark(folder: str) -> None:
+    """Say that a folder is being written, before its first file is. Made if it is not there."""
+    os.makedirs(folder, exist_ok=True)
+    Path(folder, MARK).touch()
+    _fsync(folder)
+
+
+def seal(folder: str) -> int:
+    """List the files of a folder that is written now, make them durable, and take the mark off. Returns their bytes."""
+    n_bytes = _make_durable(folder)
+    unmark(folder)
+    return n_bytes
+
+
+def unmark(folder: str) -> None:
+    """Take the mark off, and remove the folder if nothing was written into it."""
+    Path(folder, MARK).unlink(missing_ok=True)
+    if os.path.isdir(folder) and not os.listdir(folder):
+        os.rmdir(folder)
+        return
+    _fsync(folder)
+
+
+def set_marked_aside(output_dir: str) -> None:
+    """Rename the checkpoints of saves that did not end, so that none is taken for the newest. Those never marked are left alone.
+
+    A folder whose save ended, and whose mark a kill left, loses the mark instead.
+    """
+    for path in sorted(Path(output_dir).glob("checkpoint-*")):
+        if not (_CHECKPOINT.fullmatch(path.name) and (path / MARK).exists()):
+            continue
+        try:
+            verify(str(path))
+        except ValueError as error:
+            aside = _set_aside(str(path))
+            logger.warning("%s was not saved to its end and is renamed to %s: %s", path, os.path.basename(aside), error)
+            continue
+        unmark(str(path))
+
+
+def discard(final: str) -> int:
+    """Remove the stage of a save that failed. Returns the bytes that it held."""
+    stage = Path(stage_of(final))
+    n_bytes = sum(path.stat().st_size for path in stage.rglob("*") if path.is_file())
+    shutil.rmtree(stage, ignore_errors=True)
+    return n_bytes
 
 
 def verify(folder: str) -> None:

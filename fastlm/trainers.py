@@ -120,13 +120,16 @@ class WholeCheckpoints:
     """Part of a transformers Trainer: a checkpoint folder appears whole or not at all, and is verified before it is resumed from.
 
     Trainer's own method writes, but into a folder aside, which is then published by one rename (`fastlm.checkpoints`); uploads and the
-    rotation of older checkpoints come after that. All else is the Trainer's.
+    rotation of older checkpoints come after that. Its callbacks (`fastlm.guards`) are told of every loss and gradient. All else is the
+    Trainer's.
     """
 
     # Trainer's
     args: Any
     state: Any
     accelerator: Any
+    model: Any
+    callback_handler: Any
     # where a save is being written instead of in the output folder
     _stage: str | None = None
 
@@ -149,15 +152,22 @@ class WholeCheckpoints:
         self._stage = stage
         try:
             super()._save_checkpoint(model, trial)
+            self._stage = None
+            self._name_best(run_dir, os.path.join(stage, name))
+            # every process has written its part
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                n_bytes = checkpoints.publish(os.path.join(stage, name), final)
+                os.rmdir(stage)
+                logger.info("%s: %d bytes saved in %.2f s", final, n_bytes, time.perf_counter() - start)
+        except Exception as error:
+            written = checkpoints.discard(final) if self.args.should_save else 0
+            said = output().save_error(error, final, written, output().checkpoint_bytes(self.model, self.args))
+            if said is None:
+                raise
+            raise said from error
         finally:
             self._stage = None
-        self._name_best(run_dir, os.path.join(stage, name))
-        # every process has written its part
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            n_bytes = checkpoints.publish(os.path.join(stage, name), final)
-            os.rmdir(stage)
-            logger.info("%s: %d bytes saved in %.2f s", final, n_bytes, time.perf_counter() - start)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(final)
@@ -180,11 +190,32 @@ class WholeCheckpoints:
             if self.args.should_save:
                 state.save_to_json(os.path.join(part, checkpoints.TRAINER_STATE))
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's; then the gradients of a whole step are looked at, before clipping spreads what is wrong in one of them."""
+        loss = super().training_step(*args, **kwargs)
+        for guard in self._callbacks_of(guards().FiniteSteps):
+            guard.add_loss(loss)
+            if self.accelerator.sync_gradients:
+                guard.look(self.model, has_scaler=self.args.fp16)
+        return loss
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        _agreed(lambda: checkpoints.verify(best))
+        super()._load_best_model()
+
+    def _callbacks_of(self, kind: type) -> list[Any]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)]
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as Trainer does. A checkpoint is verified first; True takes the newest whole one.
 
         Raises:
             ValueError: naming the damaged file, if a path is given; naming every checkpoint, if none is whole.
+            OSError: if the output folder cannot be written, or a save fails; what was written of the checkpoint is removed.
+            RuntimeError: if another run trains into the output folder.
+            FloatingPointError: after too many steps in a row whose gradients or losses were not finite.
+            SystemExit, KeyboardInterrupt: after the save that SIGTERM or SIGINT asked for.
         """
         if resume_from_checkpoint is True:
             # None at all: Trainer's own error
@@ -192,7 +223,24 @@ class WholeCheckpoints:
         elif isinstance(resume_from_checkpoint, (str, os.PathLike)):
             given = os.fspath(resume_from_checkpoint)
             _agreed(lambda: checkpoints.verify(given))
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            # an error ends a training without telling its callbacks
+            for requests in self._callbacks_of(importlib.import_module("fastlm.signals").StopRequests):
+                requests.restore()
+            for folder in self._callbacks_of(output().OutputFolder):
+                folder.release()
+
+
+def guards() -> Any:
+    """fastlm.guards, imported when a trainer is made: it brings transformers' Trainer, which loading a model does not need."""
+    return importlib.import_module("fastlm.guards")
+
+
+def output() -> Any:
+    """fastlm.output, as `guards`."""
+    return importlib.import_module("fastlm.output")
 
 
 def _agreed(look: Callable[[], str | None]) -> str | None:
@@ -237,7 +285,7 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
 
     Returns:
         The trainer, of a subclass that computes what a plain SFTTrainer with the same arguments does and writes checkpoints as
-        `WholeCheckpoints` says.
+        `WholeCheckpoints` says, with `fastlm.callbacks` in it. Reporting that fails is switched off and does not end the training.
 
     Raises:
         TypeError: if args is neither, or an argument is unknown to SFTConfig.
@@ -261,7 +309,9 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
     elif not isinstance(args, trl.SFTConfig):
         raise TypeError(f"args must be an SFTConfig or a dict of its arguments, got {type(args).__name__}")
     _refuse_bf16(args.bf16 and not args.use_cpu)
+    kwargs["callbacks"] = guards().for_whole_checkpoints(kwargs.get("callbacks"))
     trainer = _trainer_class()(model=model, train_dataset=train_dataset, args=args, **kwargs)
+    guards().shield_reporting(trainer.callback_handler.callbacks)
     if _is_empty(trainer.train_dataset):
         raise ValueError(
             "no row of train_dataset has a token to train on: all labels are -100, in every row. Look at what masks them "

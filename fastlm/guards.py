@@ -1,0 +1,198 @@
+"""Callbacks that keep a run's weights finite, its token to itself, and its reporting from ending it; `fastlm.callbacks`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from fastlm.output import MarkedCheckpoints, OutputFolder
+from fastlm.signals import Leave, StopRequests
+
+logger = logging.getLogger(__name__)
+
+MAX_SKIPPED_STEPS = 10
+
+
+def callbacks(max_skipped_steps: int = MAX_SKIPPED_STEPS) -> list[TrainerCallback]:
+    """What protects a run under a plain `SFTTrainer` or `Trainer`: `SFTTrainer(..., callbacks=fastlm.callbacks())`.
+
+    SIGTERM and SIGINT save before they end the run; steps whose gradients are not finite are skipped; checkpoints are marked while they
+    are written and then listed with their SHA-256; one run at a time trains into an output folder; the hub token is in no file.
+    `FastLanguageModel.get_trainer` has all of this and more.
+
+    Args:
+        max_skipped_steps: so many steps in a row that are not finite end the run.
+
+    Returns:
+        New callbacks, for one trainer, to be given in this order.
+
+    Raises:
+        ValueError: if max_skipped_steps is no positive integer.
+    """
+    if isinstance(max_skipped_steps, bool) or not isinstance(max_skipped_steps, int) or max_skipped_steps < 1:
+        raise ValueError(f"max_skipped_steps must be an integer of 1 or more, got {max_skipped_steps!r}")
+    requests = StopRequests()
+    return [
+        requests, FiniteSteps(max_skipped_steps), SecretToken(), OutputFolder(), MarkedCheckpoints(), Leave(requests),
+    ]  # fmt: skip
+
+
+def for_whole_checkpoints(given: Iterable[Any] | None) -> list[Any]:
+    """The callbacks of a trainer that publishes its checkpoints itself: those given, and ours that are not among them.
+
+    Args:
+        given: instances or classes; `callbacks()` may be among them, for another max_skipped_steps.
+    """
+    kept = [one for one in given or () if not isinstance(one, MarkedCheckpoints)]
+    if any(isinstance(one, StopRequests) for one in kept):
+        return kept
+    ours = [one for one in callbacks() if not isinstance(one, MarkedCheckpoints)]
+    return [ours[0], *kept, *ours[1:]]
+
+
+class FiniteSteps(TrainerCallback):
+    """Skips an optimizer step whose gradients, or losses where the trainer shows them, are not finite. One host read a step.
+
+    The gradients are set to None, which every optimizer passes over: weights and moments stay as they are. float16 training has a
+    gradient scaler that skips by itself, and whose overflows are no fault: there only losses count.
+
+    Attributes:
+        n_skipped: optimizer steps so far.
+    """
+
+    def __init__(self, max_in_a_row: int = MAX_SKIPPED_STEPS) -> None:
+        self.n_skipped = 0
+        self._max_in_a_row = max_in_a_row
+        self._in_a_row = 0
+        self._losses: Tensor | None = None
+        # what is wrong with the step in hand; None before anybody looked, "" for nothing
+        self._fault: str | None = None
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Take note of the loss of a part of a step, a scalar. Reads nothing from the device."""
+        self._losses = loss.detach() if self._losses is None else self._losses + loss.detach()
+
+    def look(self, model: nn.Module, has_scaler: bool) -> None:
+        """Look at the gradients of a step, all summed: best before they are clipped, which spreads what is not finite."""
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not has_scaler}
+        losses, self._losses = self._losses, None
+        if _all_finite(list(gradients.values()), losses):
+            self._fault = ""
+            return
+        wrong = [name for name, gradient in gradients.items() if not _all_finite([gradient], None, is_shared=False)]
+        if not wrong:
+            self._fault = "the loss is not finite"
+            return
+        self._fault = f"the gradient of {wrong[0]} is not finite, the first of {len(wrong)} among {len(gradients)}"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.n_skipped = self._in_a_row = 0
+        self._losses = self._fault = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """
+        Raises:
+            FloatingPointError: after too many steps in a row.
+        """
+        if self._fault is None:
+            if args.fp16:
+                return
+            self.look(model, has_scaler=False)
+        fault, self._fault = self._fault, None
+        if not fault:
+            self._in_a_row = 0
+            return
+        for p in model.parameters():
+            p.grad = None
+        self.n_skipped += 1
+        self._in_a_row += 1
+        step = state.global_step + 1
+        logger.warning("step %d is skipped: %s", step, fault)
+        if self._in_a_row >= self._max_in_a_row:
+            raise FloatingPointError(
+                f"{self._in_a_row} steps in a row were not finite, the last of them step {step}: {fault}. The weights are finite, those "
+                f"of step {step - self._in_a_row}. Lower learning_rate or look at the rows of these steps"
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.n_skipped:
+            logger.warning("%d of %d steps were skipped: they were not finite", self.n_skipped, state.global_step)
+
+
+def _all_finite(gradients: list[Tensor], losses: Tensor | None, is_shared: bool = True) -> bool:
+    """Whether all of this is finite, in every process; one read from the device."""
+    parts = []
+    if gradients:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        parts.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if losses is not None:
+        parts.append(losses.to(parts[0].device) if parts else losses)
+    if not parts:
+        return True
+    bad = torch.stack([part.float().reshape(()) for part in parts]).isfinite().all().logical_not().float()
+    if is_shared and dist.is_available() and dist.is_initialized():
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)
+    return not bad.item()
+
+
+class SecretToken(TrainerCallback):
+    """Keeps the hub token out of training_args.bin, which holds a pickle of the trainer's arguments, and of whatever else pickles them."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if isinstance(args.hub_token, str):
+            args.hub_token = _Token(args.hub_token)
+
+
+class _Token(str):
+    """A text that is None once it was pickled, and that shows nothing of itself in a representation."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __copy__(self) -> _Token:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> _Token:
+        return self
+
+    def __repr__(self) -> str:
+        return "'<token>'"
+
+
+_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
+
+
+def shield_reporting(registered: list[Any]) -> None:
+    """Let the reporting callbacks among these fail without ending the training: one that raises is told of, and not called again."""
+    kinds = importlib.import_module("transformers.integrations.integration_utils").INTEGRATION_TO_CALLBACK
+    for callback in registered:
+        if isinstance(callback, tuple(kinds.values())):
+            for event in _EVENTS:
+                # on this instance, which stays what it is for whoever looks for its class
+                callback.__dict__[event] = functools.partial(_report, callback, event)
+
+
+def _report(callback: Any, event: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return getattr(type(callback), event)(callback, *args, **kwargs)
+    except Exception as error:
+        name = type(callback).__name__
+        logger.warning("%s failed in %s and is switched off; training goes on: %s", name, event, error)
+        for other in _EVENTS:
+            callback.__dict__[other] = _nothing
+    return None
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """An event of a callback that was switched off."""
