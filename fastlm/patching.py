@@ -40,8 +40,10 @@ class Patch:
         strict: raise instead of falling back for a call that the replacement cannot take.
         facts: what the replacement needs to know about the module's family.
         active: False after a revert.
-        calls: calls of the bound forward.
-        fallbacks: reason -> calls that ran the stock forward.
+        calls: forwards of the module on this path, those that ran stock code included.
+        fallback_calls: how many of them ran stock code.
+        fallbacks: the reasons, each with the number of these calls.
+        elsewhere: forwards that by design belong to the module's parts, by reason; not in `calls`.
         backend: the library that an attention last ran.
         recomputes: a decoder layer may make its activations again in the backward instead of keeping them.
     """
@@ -54,30 +56,39 @@ class Patch:
     facts: Any = None
     active: bool = True
     calls: int = 0
+    fallback_calls: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
+    elsewhere: Counter[str] = field(default_factory=Counter)
+    # why the call that is running ran stock code so far; None between calls
+    reasons_now: set[str] | None = field(default=None, repr=False)
     backend: str = ""
     recomputes: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         # functions and facts are shared, counts are not
-        return dataclasses.replace(self, fallbacks=Counter(self.fallbacks))
+        return dataclasses.replace(self, fallbacks=Counter(self.fallbacks), elsewhere=Counter(self.elsewhere))
 
     def __getstate__(self) -> dict[str, Any]:
         # a bound forward is pickled as its class's: what is loaded from a pickle is a stock module
-        return {**self.__dict__, "bound": None, "active": False}
+        return {**self.__dict__, "bound": None, "active": False, "reasons_now": None}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.active:
             return self.stock(module, *args, **kwargs)
         self.calls += 1
+        self.reasons_now = set()
         try:
             return self.fast(module, *args, **{_RENAMED.get(name, name): value for name, value in kwargs.items()})
         except Fallback as fallback:
             self.fell_back(str(fallback))
+        finally:
+            self.reasons_now = None
         return self.stock(module, *args, **kwargs)
 
     def fell_back(self, reason: str) -> None:
-        """Counts a call, or a projection of it, that runs stock code.
+        """Counts a call that runs stock code, or a part of it that does: once a call, and once for each reason.
+
+        One that never reaches the bound forward is counted as a call here.
 
         Raises:
             RuntimeError: if the model was patched with `strict=True`.
@@ -87,7 +98,19 @@ class Patch:
                 f"the fast {self.part} cannot run for this call: {reason}. "
                 "Load with strict=False to let such calls run the stock forward"
             )
+        if self.reasons_now is None:
+            self.calls += 1
+        elif reason in self.reasons_now:
+            return
+        self.fallback_calls += not self.reasons_now
         self.fallbacks[reason] += 1
+        if self.reasons_now is not None:
+            self.reasons_now.add(reason)
+
+    def ran_elsewhere(self, reason: str) -> None:
+        """Counts a call that belongs to the module's parts, instead of as one on this path."""
+        self.calls -= 1
+        self.elsewhere[reason] += 1
 
 
 def patch_of(module: nn.Module) -> Patch | None:

@@ -25,8 +25,9 @@ class Row:
         attention: the backend of its attention, as last called; "" before the first call or without attention.
         parts: the fast parts in it.
         reason: why something in it stays stock; "" if nothing does.
-        calls: calls of its fast parts.
-        fallback_calls: how many of them, or of the projections in them, ran stock code.
+        calls: forwards of this layer or part on this path. A layer that runs in parts was called as often as that of its parts
+            that was called most.
+        fallback_calls: how many of them ran stock code, in the layer or in that of its parts that did most often.
     """
 
     layer: str
@@ -92,20 +93,22 @@ def _row(name: str, modules: list[tuple[str, nn.Module]], stock_reasons: list[st
     reasons = list(dict.fromkeys(stock_reasons))
     counts: Counter[str] = Counter()
     for _, patch in patches:
-        counts.update(patch.fallbacks)
+        # a call of the layer is one call of each of its parts
+        counts |= patch.fallbacks
     reasons += [f"{count} calls: {reason}" for reason, count in counts.items()]
     block = next((patch for _, patch in patches if patch.part == "block"), None)
     path = "parts" if patches else "stock"
-    if block is not None and trains_own_weights(modules[0][1]):
-        reasons.append("its own weights are trained, which is autograd's work")
-    elif block is not None:
-        path = "block"
-        if block.calls == sum(block.fallbacks.values()) and any(patch.calls for _, patch in patches):
-            path = "parts"
-            if not block.calls:
-                reasons.append(
-                    "no call ran as a block yet: mixed precision around it, a cache, or few tokens without gradients"
-                )
+    calls = max((patch.calls for _, patch in patches), default=0)
+    if block is not None:
+        n_elsewhere = sum(block.elsewhere.values())
+        has_run = block.calls > block.fallback_calls
+        if trains_own_weights(modules[0][1]):
+            reasons.append("its own weights are trained, which is autograd's work")
+        elif has_run or not block.calls + n_elsewhere:
+            path = "block"
+        elif n_elsewhere:
+            reasons.append(f"no call ran as a block yet: {'; '.join(block.elsewhere)}")
+        calls = block.calls + (n_elsewhere if path == "parts" else 0)
     return Row(
         layer=name,
         path=path,
@@ -113,8 +116,8 @@ def _row(name: str, modules: list[tuple[str, nn.Module]], stock_reasons: list[st
         attention=next((patch.backend for _, patch in patches if patch.backend), ""),
         parts=tuple(dict.fromkeys(p.part for _, p in patches if path == "block" or p.part != "block")),
         reason="; ".join(reasons),
-        calls=sum(patch.calls for _, patch in patches),
-        fallback_calls=sum(sum(patch.fallbacks.values()) for _, patch in patches),
+        calls=calls,
+        fallback_calls=max((patch.fallback_calls for _, patch in patches), default=0),
     )
 
 

@@ -29,7 +29,7 @@ from fastlm.forwards.backbone import (
     stock_mask,
 )
 from fastlm.forwards.mlp import activation_name, activations, unfit_activation
-from fastlm.forwards.projections import is_decode_step
+from fastlm.forwards.projections import DECODE_TOKENS, is_decode_step
 from fastlm.patching import Patch, patch_of
 from fastlm_kernels.attention import attention_backend
 from fastlm_kernels.lora import group_tensors, make_group
@@ -62,7 +62,7 @@ class LayerFacts:
 
 
 class _Elsewhere(Exception):
-    """This call belongs to the layer's parts, by design: not a fallback."""
+    """This call belongs to the layer's parts, by design: not a fallback. The message says why."""
 
 
 class _Stock(Exception):
@@ -181,9 +181,9 @@ def _norm(module: nn.Module, x: Tensor, family: Family, may_train_bias: bool = F
     bias = adapters.tensor_of(module, "bias") if isinstance(module, nn.LayerNorm) else None
     casts = family.norm_casts_before_weight and not family.has_layer_norm
     if weight.requires_grad or (bias is not None and bias.requires_grad and not may_train_bias):
-        raise _Elsewhere
+        raise _Elsewhere("a norm of it is trained, which is autograd's work")
     if casts and weight.dtype != x.dtype and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
-        raise _Elsewhere
+        raise _Elsewhere(f"mixed precision: its norms are {weight.dtype}, its input {x.dtype}")
     eps = getattr(module, family.norm_eps)
     return Norm(weight, bias, eps, family.norm_weight_offset, family.norm_casts_before_weight, family.has_layer_norm)
 
@@ -191,12 +191,12 @@ def _norm(module: nn.Module, x: Tensor, family: Family, may_train_bias: bool = F
 def _views(modules: list[nn.Module], x: Tensor) -> list[adapters.LinearView]:
     found = adapters.views(modules, x)
     if found == adapters.TRAINED_WEIGHT:
-        raise _Elsewhere
+        raise _Elsewhere("its own weights are trained, which is autograd's work")
     if isinstance(found, str):
         raise _Stock(found)
     if not found[0].dtype == found[0].out_dtype == x.dtype:
-        # mixed precision around this layer: its parts round where the stock modules do
-        raise _Elsewhere
+        # its parts round where the stock modules do
+        raise _Elsewhere(f"mixed precision: it multiplies in {found[0].dtype}, its input is {x.dtype}")
     return found
 
 
@@ -216,8 +216,10 @@ def _describe(
         raise _Stock("an attention mask of its own was given")
     if adapters.has_hooks(attn) or adapters.has_hooks(mlp):
         raise _Stock("a module in it has hooks")
-    if x.numel() == 0 or is_decode_step(x):
-        raise _Elsewhere
+    if x.numel() == 0:
+        raise _Elsewhere("its input has no tokens")
+    if is_decode_step(x):
+        raise _Elsewhere(f"at most {DECODE_TOKENS} tokens without gradients")
     if self.training and attn.attention_dropout:
         raise _Stock("attention dropout is on")
     mlp_norm = None if facts.spec.is_parallel else family.mlp_norm
@@ -269,12 +271,11 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         if kwargs.get("output_attentions"):
             raise _Stock("attention scores were asked for, which only eager attention returns")
         if kwargs.get("past_key_values") is not None and not recomputes:
-            raise _Elsewhere
+            raise _Elsewhere("a key/value cache was given")
         facts = _facts_now(self, patch)
         layer, tensors = _describe(self, facts, hidden_states, kwargs.get("attention_mask"), recomputes, kwargs)
-    except _Elsewhere:
-        # the parts count this call
-        patch.calls -= 1
+    except _Elsewhere as reason:
+        patch.ran_elsewhere(str(reason))
     except _Stock as reason:
         patch.fell_back(str(reason))
     else:
