@@ -133,3 +133,15 @@ def test_wrong_arguments_are_named():
         rope(q, k, cos, sin, q_weight=torch.ones(16))
     with pytest.raises(ValueError, match=r"got \(16,\) and \(8,\)"):
         rope(q, k, cos, sin, torch.ones(16), torch.ones(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_turned_as_stock_models_do_to_the_bit(dtype):
+    """Each product is rounded before the sum: a multiplication fused with the addition would differ in every seventh value."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    made = lambda *shape: torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+    q, k, angles = made(2, 33, 8, 64), made(2, 33, 2, 64), made(2, 33, 32)
+    cos, sin = (torch.cat((t, t), -1) for t in (angles.cos(), angles.sin()))
+    for ours, theirs in zip(rope(q, k, cos, sin), llama_rope(q, k, cos, sin, unsqueeze_dim=2), strict=True):
+        assert torch.equal(ours, theirs)

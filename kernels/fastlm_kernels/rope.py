@@ -11,6 +11,7 @@ their sum. Saved for the backward: cos, sin and, only with weights, q, k and 1/r
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -193,7 +194,9 @@ def _grid(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor |
     constants = dict(
         Q_HEADS=n_heads, K_HEADS=k.shape[2], HEAD_DIM=head_dim, ROTARY_DIM=cos.shape[-1], INTERLEAVED=interleaved,
         HAS_POSITIONS=position_ids is not None, ROWS=launch.rows, BLOCK_PAIRS=launch.block,
-        num_warps=launch.num_warps, enable_fp_fusion=True,
+        num_warps=launch.num_warps,
+        # a fused product and sum would skip the rounding of the product that stock models make
+        enable_fp_fusion=False,
     )  # fmt: skip
     return [n_batch * blocks for blocks in per_batch], per_batch, (cos, sin, position_ids), strides, constants
 
@@ -446,8 +449,9 @@ def _builds(cc, dtype):
         # every option once, the longest forms elsewhere
         for option in (False, True) if rotary_dim == 128 else (True,):
             fwd, bwd = dict(constants, HAS_NORM=option, INVERSE=not option), dict(constants, HAS_DWEIGHT=option)
-            yield build(_rope_fwd_kernel, dtype, fwd, launch.num_warps, types)
-            yield build(_rope_norm_bwd_kernel, dtype, bwd, launch.num_warps, types)
+            for kernel, options in ((_rope_fwd_kernel, fwd), (_rope_norm_bwd_kernel, bwd)):
+                made = build(kernel, dtype, options, launch.num_warps, types)
+                yield dataclasses.replace(made, enable_fp_fusion=False)
 
 
 # B, S, H, K, E, R
