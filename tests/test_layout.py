@@ -23,7 +23,7 @@ CHECKOUT = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "te
 DOORS = {
     "accelerate": (),
     "bitsandbytes": ("quant.py",),
-    "datasets": ("trainers.py", "chat_templates/"),
+    "datasets": ("trainers.py", "chat_templates/", "data/"),
     "filelock": ("output.py",),
     "huggingface_hub": ("loading.py", "quant.py", "export/"),
     "jinja2": ("chat_templates/",),
