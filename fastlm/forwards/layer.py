@@ -240,7 +240,12 @@ def _describe(
     )  # fmt: skip
     found = [_views(group, x) for group in modules]
     projections = [[view.projection for view in views] for views in found]
-    groups = [make_group(p, v[0].lora_dtype) for p, v in zip(projections, found, strict=True)]
+    # frozen weights of norms, which the backward reads beside the projections
+    read_again = [norm.weight for norm in (*norms, *qk_norms) if norm is not None and norm.weight is not None]
+    groups = [
+        make_group(p, v[0].lora_dtype, read_again if i == 0 else ())
+        for i, (p, v) in enumerate(zip(projections, found, strict=True))
+    ]
     # without gradients nothing is kept, and inference mode has no graph to record one in
     keeps = not recomputes and torch.is_grad_enabled()
     layer = Layer(

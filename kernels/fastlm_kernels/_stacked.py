@@ -51,13 +51,32 @@ class Projection:
 
 @dataclass(frozen=True)
 class Group:
-    """Projections that share their input: what they hold beside the tensors that autograd sees."""
+    """Projections that share their input: what they hold beside the tensors that autograd sees.
+
+    Attributes:
+        versions: of frozen tensors that the backward reads again and autograd does not watch: each with its version in the forward.
+            None are watched without gradients, and none of 4-bit weights, which bitsandbytes' own backward does not watch either.
+    """
 
     weights: tuple[Tensor | NF4Weight, ...]
     scalings: tuple[float, ...]
     dropouts: tuple[float, ...]
     seeds: tuple[int, ...]
     lora_dtype: torch.dtype | None
+    versions: tuple[tuple[Tensor, int], ...] = ()
+
+    def refuse_changes(self) -> None:
+        """What autograd says of a tensor of its own that was written to between forward and backward.
+
+        Raises:
+            RuntimeError: if a frozen weight was.
+        """
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a frozen "
+                    f"weight {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
+                )
 
     @functools.cached_property
     def widths(self) -> list[int]:
@@ -70,7 +89,13 @@ class Group:
         return [slice(*bounds) for bounds in itertools.pairwise(stops)]
 
 
-def make_group(projections: Sequence[Projection], lora_dtype: torch.dtype | None) -> Group:
+def make_group(
+    projections: Sequence[Projection], lora_dtype: torch.dtype | None, others: Sequence[Tensor] = ()
+) -> Group:
+    """Projections as a group. `others`: further frozen tensors that the same backward reads."""
+    watched: list[Tensor] = []
+    if torch.is_grad_enabled():
+        watched = [*others, *(p.weight for p in projections if isinstance(p.weight, Tensor))]
     # The seed of a dropout mask comes from torch's CPU generator, which checkpointing restores for a replay.
     seeds = tuple(int(torch.randint(2**62, ())) if p.dropout else 0 for p in projections)
     return Group(
@@ -79,6 +104,7 @@ def make_group(projections: Sequence[Projection], lora_dtype: torch.dtype | None
         dropouts=tuple(p.dropout for p in projections),
         seeds=seeds,
         lora_dtype=lora_dtype,
+        versions=tuple((t, t._version) for t in watched if not t.is_inference()),
     )
 
 
@@ -158,6 +184,7 @@ class StackedLinear:
             x_room, dy_room: tokens of the pass if x comes from `input`, and dy from `gradient`; else 0.
             holds: keep the decoded weights from the forward for the backward of the same pass.
         """
+        group.refuse_changes()
         self.group, self.tensors, self.dtype, self.holds = group, tensors, dtype, holds
         self.width, self.features = sum(group.widths), group.weights[0].shape[1]
         self.low: dict[int, Tensor] = {}
