@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastlm import adapters, loading, quant
+from fastlm.block.graphs import LayerGraphs
 from fastlm.families import FAMILIES, Family, stock_attention_reason
 from fastlm.forwards import attention, backbone, causal_lm, layer, linear, mlp, norm
 from fastlm.patching import bind, own_class, patch_of, patched_modules, unbind
@@ -41,6 +42,7 @@ class ModelState:
         keep_attention: the user chose the attention implementation.
         deterministic: gradients are equal to the bit between runs.
         rounds_once: an adapter's product is added before the base product is rounded.
+        graphs: the layers' CUDA graphs, or None where they are not wanted.
     """
 
     family: Family | None
@@ -58,6 +60,7 @@ class ModelState:
     keep_attention: bool = False
     deterministic: bool = False
     rounds_once: bool = False
+    graphs: LayerGraphs | None = field(default_factory=LayerGraphs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a model that comes out of a pickle names our attention, which this process may not have met yet
@@ -128,7 +131,7 @@ def _bind_layers(base: PreTrainedModel, family: Family, state: ModelState, atten
             continue
         reason = attention_reason or layer.unfit(module, family) or quant.unreadable(module)
         if reason is None:
-            facts = layer.make_facts(module, family, state.deterministic, state.rounds_once)
+            facts = layer.make_facts(module, family, state.deterministic, state.rounds_once, state.graphs)
             reason = bind(module, "block", layer.forward, facts, state.strict)
         if reason is not None:
             state.reasons[name] = reason
@@ -178,6 +181,7 @@ def patch(
     keep_attention: bool | None = None,
     deterministic: bool | None = None,
     rounds_once: bool | None = None,
+    cuda_graphs: bool | None = None,
 ) -> None:
     """Bind all fast parts that fit this model. Patching again takes in adapters that were added since.
 
@@ -187,7 +191,8 @@ def patch(
         keep_attention: the user chose the attention implementation.
         deterministic: gradients are equal to the bit between runs.
         rounds_once: an adapter's product is added before the base product is rounded.
-            None for one of these leaves it as it was, False at first.
+        cuda_graphs: layers are replayed as CUDA graphs.
+            None for one of these leaves it as it was: at first, only graphs are on.
 
     Raises:
         TypeError: if it is not a causal language model of transformers.
@@ -209,6 +214,8 @@ def patch(
     state.keep_attention = state.keep_attention if keep_attention is None else keep_attention
     state.deterministic = state.deterministic if deterministic is None else deterministic
     state.rounds_once = state.rounds_once if rounds_once is None else rounds_once
+    if cuda_graphs is not None and cuda_graphs != (state.graphs is not None):
+        state.graphs = LayerGraphs() if cuda_graphs else None
     if isinstance(family, str):
         state.reasons[""] = family
     else:

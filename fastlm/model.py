@@ -38,7 +38,11 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 def patch_model(
-    model: nn.Module, strict: bool = False, deterministic: bool = False, lora_rounding: str = "stock"
+    model: nn.Module,
+    strict: bool = False,
+    deterministic: bool = False,
+    lora_rounding: str = "stock",
+    cuda_graphs: bool = True,
 ) -> nn.Module:
     """Put the fast paths on a loaded model. Only this instance changes; `revert` takes them off again.
 
@@ -50,6 +54,8 @@ def patch_model(
         lora_rounding: "stock" adds an adapter's product to the rounded base product, as PEFT does; "once" adds it before the
             rounding, in the same GEMM, over decoded 4-bit weights: faster and closer to float32, where 16-bit stock loses what an
             adapter adds below half a unit, so that losses differ from stock's.
+        cuda_graphs: on a CUDA GPU, a layer that trains on batches of one shape is captured as CUDA graphs and replayed. Values do not
+            change; the host has less to do.
 
     Returns:
         The same model.
@@ -58,9 +64,11 @@ def patch_model(
         TypeError: if it is not a causal language model of transformers.
         RuntimeError: with `strict`, naming what would stay stock.
     """
-    check_flags(strict=strict, deterministic=deterministic)
+    check_flags(strict=strict, deterministic=deterministic, cuda_graphs=cuda_graphs)
     rounds_once = parse_lora_rounding(lora_rounding)
-    binding.patch(model, strict=strict, deterministic=deterministic, rounds_once=rounds_once)
+    binding.patch(
+        model, strict=strict, deterministic=deterministic, rounds_once=rounds_once, cuda_graphs=cuda_graphs
+    )
     trainers.serve_head(model)
     _bind_methods(model)
     return model
@@ -119,6 +127,7 @@ class FastLanguageModel:
         strict: bool = False,
         deterministic: bool = False,
         lora_rounding: str = "stock",
+        cuda_graphs: bool = True,
         lora_r: int | None = None,
         lora_alpha: int | float | None = None,
         use_safetensors: bool = True,
@@ -141,7 +150,7 @@ class FastLanguageModel:
             random_state: seed for what is drawn after this call.
             use_gradient_checkpointing: "auto" does as the trainer says; True recomputes layers in the backward; False never does.
             strict: raise instead of leaving any layer stock, now or at call time.
-            deterministic, lora_rounding: as `patch_model`.
+            deterministic, lora_rounding, cuda_graphs: as `patch_model`.
             lora_r, lora_alpha: shorthand for a `get_peft_model` call with the defaults and this rank and alpha.
             use_safetensors: False allows pickled weights, which can run code when they are loaded.
 
@@ -174,7 +183,7 @@ class FastLanguageModel:
             cache_dir=cache_dir,
         )
         checkpointing = parse_checkpointing(use_gradient_checkpointing)
-        check_flags(strict=strict, deterministic=deterministic)
+        check_flags(strict=strict, deterministic=deterministic, cuda_graphs=cuda_graphs)
         rounds_once = parse_lora_rounding(lora_rounding)
         check_seed(random_state)
         if lora_alpha is not None and lora_r is None:
@@ -203,7 +212,7 @@ class FastLanguageModel:
             model.requires_grad_(False)
         binding.patch(
             model, strict=strict, keep_attention=config.attn_implementation is not None, deterministic=deterministic,
-            rounds_once=rounds_once,
+            rounds_once=rounds_once, cuda_graphs=cuda_graphs,
         )  # fmt: skip
         trainers.serve_head(model)
         _bind_methods(model)

@@ -192,10 +192,7 @@ class BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True: the fast decoder layer has no second derivative. Use fastlm.revert(model) for that"
-            )
+        refuse_second_derivative()
         layer, plan = ctx.layer, ctx.plan
         spec, needs_dx = layer.spec, ctx.needs_input_grad[0]
         x, cos, sin, *rest = ctx.saved_tensors
@@ -282,6 +279,14 @@ class BlockFunction(torch.autograd.Function):
             dx = dx.view(x.shape)
         qkv_grads = linears.qkv.backward_adapters(dpacked, n, needed[0])
         return dx, None, None, None, *qkv_grads, *out_grads, *mlp_grads, attention_bias, mlp_bias
+
+
+def refuse_second_derivative() -> None:
+    """Raises RuntimeError in a backward whose own graph is wanted."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: the fast decoder layer has no second derivative. Use fastlm.revert(model) for that"
+        )
 
 
 def _bias_grad(norm: Norm | None, dy: Tensor) -> Tensor:

@@ -117,3 +117,9 @@ class Layer:
     @property
     def groups(self) -> tuple[Group, Group, Group, Group]:
         return self.qkv, self.out, self.gate_up, self.down
+
+    @property
+    def norms(self) -> tuple[Norm | None, ...]:
+        return (
+            self.attention_norm, self.attention_out_norm, self.mlp_norm, self.mlp_out_norm, self.q_norm, self.k_norm,
+        )  # fmt: skip

@@ -16,6 +16,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastlm import adapters
+from fastlm.block.graphs import StackCall
 from fastlm.families import Family
 from fastlm.patching import patch_of
 from fastlm_kernels.attention import (
@@ -35,6 +37,8 @@ WINDOW = "window_now"
 NEEDS_INPUT_GRADIENT = "needs_input_gradient"
 # The keyword argument that carries a forward's `RotaryTables` from layer to layer.
 TABLES = "rotary_tables"
+# The keyword argument that brings the layers the call that they are a part of.
+STACK_CALL = "stack_call"
 # Hooks that trainers leave on the embeddings: they mark their output, or add noise to it, and read no gradient.
 _UNREADING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad", "neftune_post_forward_hook")
 # What stock forwards and outputs call the key/value cache: transformers renamed it in 5.24.
@@ -198,6 +202,15 @@ def _is_watched(embeddings: nn.Module) -> bool:
     )
 
 
+def _unwatched(layers: nn.ModuleList) -> int:
+    """The number of layers if only the next one reads what each returns, else 0."""
+    for layer in layers:
+        patch = patch_of(layer)
+        if patch is None or patch.part != "block" or not patch.active or adapters.has_hooks(layer):
+            return 0
+    return len(layers)
+
+
 def forward(
     self: nn.Module,
     input_ids: torch.Tensor | None = None,
@@ -243,6 +256,7 @@ def forward(
         kwargs[NEEDS_INPUT_GRADIENT] = (
             any(t.requires_grad for t in embeds) or bool(returns_them) or _is_watched(embeddings)
         )
+        kwargs[STACK_CALL] = StackCall(0 if returns_them else _unwatched(self.layers))
     return stock(
         self,
         input_ids=input_ids,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastlm import adapters
 from fastlm.block.function import BlockFunction
+from fastlm.block.graphs import LayerGraphs, StackCall
 from fastlm.block.spec import KEEP_ALL, RECOMPUTE_ALL, BlockSpec, Layer, Norm
 from fastlm.families import Family
 from fastlm.forwards.attention import is_sliding
@@ -22,6 +23,7 @@ from fastlm.forwards.backbone import (
     ATTENTION,
     CACHE,
     NEEDS_INPUT_GRADIENT,
+    STACK_CALL,
     TABLES,
     WINDOW,
     RotaryTables,
@@ -45,6 +47,7 @@ class LayerFacts:
         arguments: names of the stock forward's arguments behind the hidden states.
         deterministic: gradients are equal to the bit between runs.
         rounds_once: as `Layer`.
+        graphs: replays layers as CUDA graphs; None to run each kernel by itself.
         slides: its attention has a window.
         of_attention, of_layer: read from them what the stock layer reads at every call, and somebody may change between two.
         read: what they gave when the shape was made.
@@ -55,6 +58,7 @@ class LayerFacts:
     arguments: tuple[str, ...]
     deterministic: bool
     rounds_once: bool
+    graphs: LayerGraphs | None
     slides: bool
     of_attention: Callable[[Any], Any]
     of_layer: Callable[[Any], Any]
@@ -69,7 +73,9 @@ class _Stock(Exception):
     """The layer cannot run as a block for this call; the message says why."""
 
 
-def make_facts(layer: nn.Module, family: Family, deterministic: bool, rounds_once: bool) -> LayerFacts:
+def make_facts(
+    layer: nn.Module, family: Family, deterministic: bool, rounds_once: bool, graphs: LayerGraphs | None
+) -> LayerFacts:
     """The block's shape from the layer's own modules and config."""
     attention = layer.self_attn
     attention_names, layer_names = _read_names(layer, family)
@@ -77,8 +83,8 @@ def make_facts(layer: nn.Module, family: Family, deterministic: bool, rounds_onc
     slides = is_sliding(attention, family)
     _, _, *arguments = inspect.signature(type(layer).forward).parameters
     return LayerFacts(
-        family, _spec(layer, family, slides), tuple(arguments), deterministic, rounds_once, slides, of_attention, of_layer,
-        (of_attention(attention), of_layer(layer)),
+        family, _spec(layer, family, slides), tuple(arguments), deterministic, rounds_once, graphs, slides, of_attention,
+        of_layer, (of_attention(attention), of_layer(layer)),
     )  # fmt: skip
 
 
@@ -265,12 +271,30 @@ def _note_backend(patch: Patch, layer: Layer, x: Tensor) -> None:
     )
 
 
+def _run(
+    self: nn.Module,
+    graphs: LayerGraphs | None,
+    call: StackCall | None,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    layer: Layer,
+    tensors: list[Tensor | None],
+) -> Tensor:
+    """The block, replayed where it was captured."""
+    if graphs is not None and call is not None and self.training:
+        return graphs.apply(self, call, self.self_attn.layer_idx, inputs, layer, tensors)
+    if graphs is not None and not self.training and not graphs.is_empty:
+        # an evaluation may need the memory
+        graphs.release()
+    return BlockFunction.apply(*inputs, layer, *tensors)
+
+
 def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     patch = patch_of(self)
     facts: LayerFacts = patch.facts
     kwargs |= zip(facts.arguments, args, strict=False)
     recomputes = patch.recomputes and self.training and torch.is_grad_enabled()
     needs_input_gradient = kwargs.pop(NEEDS_INPUT_GRADIENT, True)
+    call = kwargs.pop(STACK_CALL, None)
     tables = kwargs.pop(TABLES, None) or RotaryTables(facts.family)
     try:
         if kwargs.get("output_attentions"):
@@ -292,7 +316,7 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
             # only a trainer's hook on the embeddings asks for its gradient, and nobody reads it
             hidden_states = hidden_states.detach()
         cos, sin = tables.read(*kwargs["position_embeddings"])
-        return BlockFunction.apply(hidden_states, cos, sin, layer, *tensors)
+        return _run(self, facts.graphs, call, (hidden_states, cos, sin), layer, tensors)
     if recomputes:
         kwargs |= {"past_key_values": None, "use_cache": False}
     config = self.self_attn.config
