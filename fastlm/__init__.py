@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastlm import chat_templates, data
     from fastlm.guards import callbacks
     from fastlm.model import FastLanguageModel, patch_model, revert
     from fastlm.reporting import report
@@ -22,10 +23,14 @@ _WHERE = {
     "report": "fastlm.reporting",
     "callbacks": "fastlm.guards",
 }
-__all__ = ["FastLanguageModel", "callbacks", "patch_model", "report", "revert"]
+# packages with names of their own
+_PACKAGES = ("chat_templates", "data")
+__all__ = ["FastLanguageModel", "callbacks", "chat_templates", "data", "patch_model", "report", "revert"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"fastlm.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'fastlm' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -25,7 +25,7 @@ def test_readme_code_runs(tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text((json.dumps(row) + "\n") * 8)
     monkeypatch.chdir(tmp_path)
     blocks = python_blocks()
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     assert len(HUB_ID.findall(README)) == 3
     program: dict = {}
     for block in blocks:

@@ -124,7 +124,9 @@ def _mask_dataset(
         return kept, ""
     lost = masked.select_columns(["labels"]).filter(lambda labels: not is_trained(labels), input_columns="labels")
     cut = sum(len(labels) == max_length for labels in lost["labels"])
-    return kept, f"{dropped} of {len(dataset)} in {name} ({cut} of them as long as max_length={max_length}, so cut)"
+    told = f"{dropped} of {len(dataset)} in {name} ({cut} of them as long as max_length={max_length}, so cut)"
+    kept.info.description = "; ".join([*filter(None, [kept.info.description]), f"dropped {told}: no answer to train"])
+    return kept, told
 
 
 def _tokenizer_of(trainer: Trainer | None, tokenizer: Any) -> PreTrainedTokenizerBase:

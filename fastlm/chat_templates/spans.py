@@ -29,7 +29,7 @@ def units_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[str]]:
     return unit.findall
 
 
-def common_prefix(a: Sequence[str], b: Sequence[str]) -> int:
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How many elements two sequences begin with in common."""
     if isinstance(a, str) and isinstance(b, str):
         # whole texts are long: halve the question instead of asking for every character
