@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -57,41 +58,124 @@ class LogitShape:
         return dict(logit_scale=scale / (1.0 if self.divisor is None else self.divisor), softcap=self.softcap)
 
 
-class DeferredLogits:
-    """Logits that nobody has read yet: the head and its input, multiplied on the first read."""
+# Asked of logits that are not made yet, these make none.
+_KNOWN = frozenset(
+    [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point, Tensor.__hash__]
+    + [getattr(Tensor, name).__get__ for name in ("dtype", "device", "shape", "ndim", "requires_grad", "grad_fn")]
+)
 
-    def __init__(self, head: nn.Module, hidden: Tensor, shape: LogitShape) -> None:
-        self.head, self.hidden, self.shape = head, hidden, shape
-        self.has_graph = torch.is_grad_enabled()
-        self.versions = [(p, p._version) for p in head.parameters()]
+
+def _refuse_gradient(gradient: Tensor | None) -> None:
+    # DDP that looks for unused parameters leads every output through a function of its own, and no gradient back
+    if gradient is not None:
+        raise RuntimeError(
+            "a gradient arrived at logits that were never made: they were handed to an autograd function as items(), values() or "
+            "a tree of the output gave them. Read them as output.logits"
+        )
+
+
+class DeferredLogits(Tensor):
+    """Logits that nobody has read yet: whatever is asked of them beside their shape, dtype and device makes them, once.
+
+    What trainers do to every output waits with them: a cast or a copy gives deferred logits again, a hook is registered when they
+    are made. All that is computed from them goes through `__torch_function__`, with the graph of those that were made; a gradient
+    that finds a way around it raises, for nobody would get it.
+    """
+
+    make: Callable[[], Tensor]
+    made: Tensor | None
+    hooks: list[Callable[[Tensor], Any]]
+
+    @staticmethod
+    def __new__(
+        cls, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, has_graph: bool
+    ) -> DeferredLogits:
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=has_graph)
+        self.make, self.made, self.hooks = make, None, []
+        if has_graph:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_refuse_gradient)
+        return self
 
     def __call__(self) -> Tensor:
-        if any(p._version != version for p, version in self.versions):
+        """The logits themselves."""
+        if self.made is None:
+            self.made = self.make()
+            for hook in self.hooks:
+                self.made.register_hook(hook)
+        return self.made
+
+    def then(self, func: Callable[..., Tensor], args: Sequence[Any], dtype: torch.dtype) -> DeferredLogits:
+        """func(logits, *args), which has their shape, when somebody reads it."""
+        is_grad_enabled = torch.is_grad_enabled()
+
+        def make() -> Tensor:
+            with torch.set_grad_enabled(is_grad_enabled):
+                return func(self(), *args)
+
+        return DeferredLogits(make, self.shape, dtype, self.device, self.requires_grad and is_grad_enabled)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        first, others = (args[0], args[1:]) if args else (None, ())
+        if isinstance(first, DeferredLogits) and first.made is None and not kwargs:
+            if func is Tensor.register_hook:
+                return first.hooks.append(*others)
+            if func is Tensor.float or (func is Tensor.clone and not others):
+                return first.then(func, others, torch.float32 if func is Tensor.float else first.dtype)
+            if func is Tensor.to and len(others) == 1 and isinstance(others[0], torch.dtype):
+                return first.then(func, others, others[0])
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _deferred(head: nn.Module, hidden: Tensor, shape: LogitShape, dtype: torch.dtype) -> DeferredLogits:
+    """The logits [B, S, V] of a training step from hidden [B, S, D], in the dtype of the head's GEMM."""
+    is_grad_enabled, kind = torch.is_grad_enabled(), hidden.device.type
+    mixed = dict(enabled=torch.is_autocast_enabled(kind), dtype=torch.get_autocast_dtype(kind))
+    versions = [(p, p._version) for p in head.parameters()]
+
+    def make() -> Tensor:
+        if any(p._version != version for p, version in versions):
             raise RuntimeError(
                 "the logits of a training step are made when they are read, and the head has been trained or changed since: read "
                 "them before the optimizer's step, or call the model without labels"
             )
         dtensor = sys.modules.get("torch.distributed.tensor")
-        if dtensor is not None and isinstance(self.head.weight, dtensor.DTensor) and not adapters.has_hooks(self.head):
+        if dtensor is not None and isinstance(head.weight, dtensor.DTensor) and not adapters.has_hooks(head):
             raise RuntimeError(
                 "the logits of a training step are made when they are read, and FSDP has sharded the head's weight again: read "
                 "them before the backward with reshard_after_forward=False on the root module, shard the head by itself, or "
                 "call the model without labels"
             )
-        # with the graph that the step has, whoever reads them first
-        with torch.inference_mode(False), torch.set_grad_enabled(self.has_graph):
-            return self.shape.logits(self.head(self.hidden))
+        # with the graph and the precision that the step has, whoever reads them first
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(is_grad_enabled),
+            torch.autocast(kind, **mixed),
+        ):
+            return shape.logits(head(hidden))
+
+    has_graph = is_grad_enabled and (hidden.requires_grad or any(p.requires_grad for p, _ in versions))
+    return DeferredLogits(make, (*hidden.shape[:-1], head.weight.shape[0]), dtype, hidden.device, has_graph)
 
 
 @dataclass
 class CausalLMOutput(CausalLMOutputWithPast):
-    """transformers' output whose `logits` are made when they are read: by attribute, key or index.
+    """transformers' output whose `logits` are made when they are read: by attribute, key, index or `get`.
 
-    A training step that only uses the loss never builds them. Iterating over `items()` does not build them either, nor does going
-    through the dataclass' fields, as FSDP does with every output.
+    A training step that only uses the loss never builds them. `items()`, `values()` and trees, by which accelerate and FSDP walk
+    over every output, give `DeferredLogits`, which make themselves when they are used; the dataclass' fields leave them out.
 
     Attributes:
-        deferred: what makes the logits, while nobody has read them. `dataclasses.replace` hands it on.
+        deferred: the logits, while nobody has read them. `dataclasses.replace` hands them on.
     """
 
     deferred: InitVar[DeferredLogits | None] = None
@@ -126,6 +210,11 @@ class CausalLMOutput(CausalLMOutputWithPast):
             self[name] = value
         else:
             super().__setattr__(name, value)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
@@ -248,7 +337,7 @@ def forward(
         loss = linear_cross_entropy(
             read[0], read[1], targets, bias=read[2], reduction="sum", labelled=labelled, **shape.loss_settings
         )
-        logits = DeferredLogits(self.lm_head, hidden, shape)
+        logits = _deferred(self.lm_head, hidden, shape, read[0].dtype)
     else:
         if isinstance(read, str):
             patch.fell_back(read)
