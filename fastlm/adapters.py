@@ -147,6 +147,8 @@ class _Adapter(NamedTuple):
 
 
 _NO_ADAPTER = _Adapter()
+_NOT_PLAIN_LORA = "{0.__module__}.{0.__name__} is not a plain LoRA linear"
+_NOT_PLAIN = "{0.__module__}.{0.__name__} is not a plain or 4-bit linear layer"
 
 
 def _adapter(module: Any) -> _Adapter | str:
@@ -181,6 +183,16 @@ def _adapter(module: Any) -> _Adapter | str:
     return _Adapter(tensor_of(a, "weight"), tensor_of(b, "weight"), float(module.scaling[name]), dropout)
 
 
+def unfit_adapter(module: nn.Module) -> str | None:
+    """Why a projection can run in no fused function as it is now, whatever its input: an adapter of another kind. None otherwise."""
+    if is_plain_lora_layer(module):
+        found = _adapter(module)
+        return found if isinstance(found, str) else None
+    if is_lora_layer(module):
+        return _NOT_PLAIN_LORA.format(type(module))
+    return None if quant.is_4bit(module) or type(module) is nn.Linear else _NOT_PLAIN.format(type(module))
+
+
 def _view(
     module: nn.Module, x_dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
 ) -> LinearView | str:
@@ -197,7 +209,7 @@ def _view(
             return found
         adapter = found
     elif is_lora_layer(module):
-        return f"{type(module).__module__}.{type(module).__name__} is not a plain LoRA linear"
+        return _NOT_PLAIN_LORA.format(type(module))
     weight: Any
     if quant.is_4bit(base):
         weight = quant.nf4_weight(base)
@@ -212,7 +224,7 @@ def _view(
             return f"its weight is {weight.dtype} and its input {x_dtype}"
         dtype = out_dtype = autocast or x_dtype
     else:
-        return f"{type(base).__module__}.{type(base).__name__} is not a plain or 4-bit linear layer"
+        return _NOT_PLAIN.format(type(base))
     if weight.device != device:
         return "its weight lies on another device"
     lora_dtype, bfloat16 = autocast, torch.bfloat16

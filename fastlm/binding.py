@@ -175,6 +175,19 @@ def _bind_lora_layers(base: PreTrainedModel, state: ModelState) -> None:
                 state.reasons[name] = reason
 
 
+def _unfit_adapter(base: PreTrainedModel) -> tuple[str, str] | None:
+    """Name and reason of the first projection whose adapter keeps its layer from running fast, or None."""
+    for name, module, patch in patched_modules(base):
+        places = (
+            layer.projections(patch.facts.family) if patch.part == "block" else [""] if patch.part == "linear" else []
+        )
+        for place in places:
+            reason = adapters.unfit_adapter(module.get_submodule(place))
+            if reason is not None:
+                return f"{name}.{place}".rstrip("."), reason
+    return None
+
+
 def patch(
     model: nn.Module,
     strict: bool | None = None,
@@ -230,7 +243,7 @@ def patch(
         _forget_inner_reasons(base, state)
     _bind_lora_layers(base, state)
     if state.strict:
-        stock = next(iter(state.reasons.items()), None)
+        stock = next(iter(state.reasons.items()), None) or _unfit_adapter(base)
         if stock is not None:
             revert(model)
             raise RuntimeError(f"strict=True, but {stock[0] or 'the model'} would stay stock: {stock[1]}")

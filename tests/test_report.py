@@ -1,5 +1,6 @@
 """What the report counts, and the reasons that it gives."""
 
+import peft
 import pytest
 import tiny
 import torch
@@ -84,3 +85,46 @@ def test_a_layer_that_never_ran_as_a_block_says_what_happened(call, reason):
     model.train()(input_ids=X, labels=X)
     for row in layer_rows(model):
         assert (row.path, row.calls, row.reason) == ("block", 1, "")
+
+
+UNFIT = {
+    "dora": (dict(use_dora=True), r"self_attn.q_proj would stay stock: adapter 'default' is a LoRA variant \(Dora"),
+    "lora-bias": (
+        dict(lora_bias=True, bias="none"),
+        "q_proj would stay stock: adapter 'default' is more than two plain matrices",
+    ),
+    "a-few-projections": (
+        dict(use_dora=True, target_modules=["down_proj"]),
+        "mlp.down_proj would stay stock: adapter 'default'",
+    ),
+    "trained-copy": (
+        dict(target_modules=["q_proj"], modules_to_save=["o_proj"]),
+        "o_proj would stay stock: .*ModulesToSaveWrapper",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(UNFIT))
+@pytest.mark.parametrize("way", ["get_peft_model", "patch_model"])
+def test_a_strict_model_refuses_an_adapter_that_cannot_run_fast(kind, way):
+    settings, told = UNFIT[kind]
+    model = tiny.model("llama-biases", attention="sdpa")
+    want = model.train()(input_ids=X, labels=X).loss
+    with pytest.raises(RuntimeError, match=f"strict=True, but model.layers.0.*{told}"):
+        if way == "get_peft_model":
+            fastlm.FastLanguageModel.get_peft_model(fastlm.patch_model(model, strict=True), **settings)
+        else:
+            targets = settings.get("target_modules", "all-linear")
+            adapted = peft.get_peft_model(model, peft.LoraConfig(**{**settings, "target_modules": targets}))
+            fastlm.patch_model(adapted, strict=True)
+    # as always when strict refuses, the model is stock again; a new adapter changes nothing yet
+    assert {row.path for row in fastlm.report(model)} == {"stock"}
+    assert torch.equal(model.train()(input_ids=X, labels=X).loss, want)
+
+
+@pytest.mark.parametrize("settings", [{}, dict(r=4, rank_pattern={"q_proj": 8}), dict(lora_dropout=0.1)], ids=str)
+def test_a_strict_model_takes_others(settings):
+    model = fastlm.patch_model(tiny.model("llama", attention="sdpa"), strict=True)
+    model = fastlm.FastLanguageModel.get_peft_model(model, **settings)
+    model(input_ids=X, labels=X).loss.backward()
+    assert all(row.path == "block" and not row.reason for row in layer_rows(model))

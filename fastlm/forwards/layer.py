@@ -161,6 +161,13 @@ def unfit(layer: nn.Module, family: Family) -> str | None:
     return None
 
 
+def projections(family: Family) -> list[str]:
+    """Dotted names of a layer's projections."""
+    return [f"self_attn.{name}" for name in (*family.qkv, family.out)] + [
+        f"mlp.{name}" for name in (*family.gate_up, family.down)
+    ]
+
+
 def _attribute(module: nn.Module, name: str) -> Any:
     """An attribute by its dotted name."""
     return functools.reduce(getattr, name.split("."), module)
