@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fastlm import adapters, binding, checkpoints
 from fastlm.forwards.causal_lm import TOKEN_OUTPUT
+from fastlm.optimizers import FusedStep
 from fastlm.patching import opaque, patch_of
 from fastlm_kernels.linear_cross_entropy import TokenStats
 
@@ -263,7 +264,8 @@ def _agreed(look: Callable[[], str | None]) -> str | None:
 def _trainer_class() -> type:
     """The subclass of TRL's trainer, made when it is first asked for: importing fastlm imports no trl."""
     names = dict(__module__=__name__, __qualname__="CheckpointedSFTTrainer", __doc__=WholeCheckpoints.__doc__)
-    return type("CheckpointedSFTTrainer", (WholeCheckpoints, importlib.import_module("trl").SFTTrainer), names)
+    parts = (WholeCheckpoints, FusedStep, importlib.import_module("trl").SFTTrainer)
+    return type("CheckpointedSFTTrainer", parts, names)
 
 
 def __getattr__(name: str) -> Any:
@@ -284,8 +286,9 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
         **kwargs: SFTTrainer's other arguments (processing_class, eval_dataset, callbacks, …).
 
     Returns:
-        The trainer, of a subclass that computes what a plain SFTTrainer with the same arguments does and writes checkpoints as
-        `WholeCheckpoints` says, with `fastlm.callbacks` in it. Reporting that fails is switched off and does not end the training.
+        The trainer, of a subclass that computes what a plain SFTTrainer with the same arguments does, steps as
+        `fastlm.optimizers.FusedStep` and writes checkpoints as `WholeCheckpoints` says, with `fastlm.callbacks` in it. Reporting that
+        fails is switched off and does not end the training.
 
     Raises:
         TypeError: if args is neither, or an argument is unknown to SFTConfig.
