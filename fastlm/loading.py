@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from fastlm import files, quant
+from fastlm import files, quant, template_check
 from fastlm.config import LoadConfig
 from fastlm.families import FAMILIES, stock_attention_reason
 
@@ -59,7 +60,8 @@ def resolve(config: LoadConfig) -> Source:
         if "adapter_config.json" not in os.listdir(directory):
             _check_model_directory(directory)
             return Source(directory, None, True)
-        settings = files.read_json(os.path.join(directory, "adapter_config.json"))
+        found = os.path.join(directory, "adapter_config.json")
+        settings = files.read_json(found)
     if directory is None:
         found = find_adapter_config_file(
             name, cache_dir=config.cache_dir, token=config.token, revision=config.revision,
@@ -68,6 +70,7 @@ def resolve(config: LoadConfig) -> Source:
         if found is None:
             return Source(name, None, False)
         settings = files.read_json(found)
+    files.check_adapter(found, settings)
     base = settings.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise ValueError(
@@ -175,11 +178,40 @@ def _naming(source: Source) -> Iterator[None]:
         ) from error
 
 
+# what transformers and the code it stands on raise over values that no config should have
+_OF_CONFIGS = (
+    StrictDataclassError,
+    AssertionError,
+    AttributeError,
+    KeyError,
+    TypeError,
+    IndexError,
+    ZeroDivisionError,
+    OverflowError,
+    RecursionError,
+)
+
+
+@contextlib.contextmanager
+def _blaming(directory: str, name: str) -> Iterator[None]:
+    """Says in which file of a local directory a value lies that the libraries stumble over."""
+    try:
+        yield
+    except _OF_CONFIGS as error:
+        if not os.path.isdir(directory):
+            raise
+        raise ValueError(
+            f"{os.path.join(directory, name)} cannot be used: {type(error).__name__}: {error}. Save or download it again"
+        ) from error
+
+
 def _config(config: LoadConfig, source: Source, common: dict[str, Any]) -> tuple[Any, int | None]:
     """The model's config with the requested window, and the longest row to expect; None if the model has no window."""
-    with _naming(source):
+    with _naming(source), _blaming(source.model, "config.json"):
         model_config = AutoConfig.from_pretrained(source.model, **common)
-    text_config = model_config.get_text_config()
+        text_config = model_config.get_text_config()
+        if source.is_local:
+            files.check_sizes(source.model, text_config.to_dict())
     # a config has the settings of its own kind of model only: some take rows of any length, some have no RoPE
     window = getattr(text_config, "max_position_embeddings", None)
     length = config.max_seq_length
@@ -252,23 +284,24 @@ def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int
     if source.is_local:
         files.check_weights(source.model, "model", allow_pickle=not config.use_safetensors)
     model_config, length = _config(config, source, common)
-    quantization = _quantization(config, model_config, dtype, source)
-    attention = config.attn_implementation
-    if attention is None and _needs_eager(model_config):
-        attention = "eager"
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source.model,
-        config=model_config,
-        dtype=dtype,
-        device_map=_device_map(config.device_map),
-        quantization_config=quantization,
-        attn_implementation=attention,
-        use_safetensors=True if config.use_safetensors else None,
-        # not to go on with them, but to say which they are
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **common,
-    )
+    with _blaming(source.model, "config.json"):
+        quantization = _quantization(config, model_config, dtype, source)
+        attention = config.attn_implementation
+        if attention is None and _needs_eager(model_config):
+            attention = "eager"
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.model,
+            config=model_config,
+            dtype=dtype,
+            device_map=_device_map(config.device_map),
+            quantization_config=quantization,
+            attn_implementation=attention,
+            use_safetensors=True if config.use_safetensors else None,
+            # not to go on with them, but to say which they are
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **common,
+        )
     _check_fit(source.model, model, info)
     quant.keep_cpu_layout(model)
     return model, length
@@ -322,8 +355,11 @@ def load_tokenizer(config: LoadConfig, source: Source) -> Any:
         # transformers would make one without a vocabulary up
         raise FileNotFoundError(f"{where} holds no tokenizer: save it there with tokenizer.save_pretrained")
     try:
-        with _naming(Source(where, None if is_local else source.adapter, is_local)):
-            return AutoTokenizer.from_pretrained(
+        with (
+            _naming(Source(where, None if is_local else source.adapter, is_local)),
+            _blaming(where, "tokenizer_config.json (or config.json)"),
+        ):
+            tokenizer = AutoTokenizer.from_pretrained(
                 where,
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=is_local or config.local_files_only,
@@ -336,6 +372,8 @@ def load_tokenizer(config: LoadConfig, source: Source) -> Any:
         if is_local:
             _explain_tokenizer(where)
         raise
+    template_check.check_templates(tokenizer, where)
+    return tokenizer
 
 
 def _tokenizer_files(directory: str) -> list[str]:

@@ -26,7 +26,7 @@ DOORS = {
     "datasets": ("trainers.py", "chat_templates/", "data/"),
     "filelock": ("output.py",),
     "huggingface_hub": ("loading.py", "quant.py", "export/"),
-    "jinja2": ("chat_templates/", "data/"),
+    "jinja2": ("chat_templates/", "data/", "template_check.py"),
     "numpy": ("chat_templates/",),
     "peft": ("adapters.py",),
     "rich": ("data/",),
@@ -60,10 +60,12 @@ BELOW = {
     "checkpoints.py": ("fastlm.files",),
     "config.py": (),
     "families.py": (),
+    "files.py": (),
     "optimizers.py": (),
     "output.py": ("fastlm.adapters", "fastlm.checkpoints"),
     "patching.py": (),
     "signals.py": (),
+    "template_check.py": (),
     "quant.py": ("fastlm.patching",),
 }
 

@@ -87,6 +87,7 @@ def save_pretrained_merged(
                 f"save_method='lora' needs the PEFT model with its adapter, got a {type(model).__name__}; "
                 f"save a model without an adapter with 'merged_16bit'"
             )
+        _check_adapter_names(model)
         with _staging(target) as folder:
             if (target / "README.md").exists():
                 # PEFT adds its tags to the card that is there
@@ -134,6 +135,15 @@ def _check_mergeable(model: Any) -> None:
     if adapters.is_peft_model(model) and model.active_peft_config.is_prompt_learning:
         kind = model.active_peft_config.peft_type.value
         raise ValueError(f"an adapter of type {kind} has no merged form; save it with save_method='lora'")
+
+
+def _check_adapter_names(model: Any) -> None:
+    # peft saves all but the default one into a folder of this name
+    for name in model.peft_config:
+        if Path(name).name != name:
+            raise ValueError(
+                f"an adapter's name becomes a folder of the saved model and must be a plain name, got {name!r}"
+            )
 
 
 def _check_quantizer(base: PreTrainedModel, weights: dict[str, Source]) -> None:
