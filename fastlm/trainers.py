@@ -96,12 +96,30 @@ def _log_cut_rows(state: binding.ModelState, kwargs: dict[str, Any]) -> None:
     rows, longest = kwargs.get("input_ids"), state.max_seq_length
     if rows is None or longest is None or kwargs.get("cu_seq_lens_q") is not None:
         return
-    default = next(f.default for f in dataclasses.fields(sys.modules["trl"].SFTConfig) if f.name == "max_length")
+    default = _default_max_length()
     if rows.shape[1] == default < longest:
         state.told_of_cut = True
         logger.warning(
             "rows end exactly at %d tokens, the default max_length of SFTConfig, while the model was loaded for %d: longer rows are "
             "cut. Pass SFTConfig(max_length=%d) to train on all of them",
+            default,
+            longest,
+            longest,
+        )
+
+
+def _default_max_length() -> int:
+    return next(f.default for f in dataclasses.fields(sys.modules["trl"].SFTConfig) if f.name == "max_length")
+
+
+def _log_default_length(state: binding.ModelState, args: Any) -> None:
+    """Tell once of a config with TRL's default length, which cannot be told from a chosen one, for a model of another."""
+    longest, default = state.max_seq_length, _default_max_length()
+    if args.max_length == default and longest not in (None, default) and not state.told_of_cut:
+        state.told_of_cut = True
+        logger.warning(
+            "rows are cut at max_length=%d, the default of the SFTConfig that was given, while the model was loaded with "
+            "max_seq_length=%d. Pass SFTConfig(max_length=%d) to train on rows of that length; a dict of arguments takes it by itself",
             default,
             longest,
             longest,
@@ -281,8 +299,9 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
     Args:
         model: loaded or patched by fastlm.
         train_dataset: as SFTTrainer takes it; must hold at least one row if its length is known.
-        args: an `SFTConfig`, or a dict of its arguments, or None for its defaults. Without a `max_length` of its own, rows may be as
-            long as the model was loaded for. Mixed precision follows the model's dtype where the dict does not say it.
+        args: an `SFTConfig`, or a dict of its arguments, or None for its defaults. Without a `max_length` in the dict, rows may be as
+            long as the model was loaded for; an SFTConfig keeps its own, and a default that differs from the model's is told of. Mixed
+            precision follows the model's dtype where the dict does not say it.
         **kwargs: SFTTrainer's other arguments (processing_class, eval_dataset, callbacks, …).
 
     Returns:
@@ -311,6 +330,8 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
         args = trl.SFTConfig(**settings)
     elif not isinstance(args, trl.SFTConfig):
         raise TypeError(f"args must be an SFTConfig or a dict of its arguments, got {type(args).__name__}")
+    elif state is not None:
+        _log_default_length(state, args)
     _refuse_bf16(args.bf16 and not args.use_cpu)
     kwargs["callbacks"] = guards().for_whole_checkpoints(kwargs.get("callbacks"))
     trainer = _trainer_class()(model=model, train_dataset=train_dataset, args=args, **kwargs)

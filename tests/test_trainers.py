@@ -239,6 +239,23 @@ def test_rows_that_end_at_the_default_cut_are_told_of(tmp_path, caplog):
         assert len([line for line in lines if "SFTConfig(max_length=1100)" in line and "1024" in line]) == told, lines
 
 
+def test_a_default_length_that_is_not_the_models_is_told_of(tmp_path, caplog):
+    """An SFTConfig keeps its max_length; where that is TRL's default and the model was loaded for another, one line says so."""
+    path = tmp_path / "small"
+    tiny.model("llama", max_position_embeddings=2048).save_pretrained(path)
+    training.tokenizer().save_pretrained(path)
+    own = dict(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    cases = [(2048, {}, 1024, 1), (128, {}, 1024, 1), (1024, {}, 1024, 0), (2048, dict(max_length=512), 512, 0)]
+    for longest, settings, used, told in cases:
+        model = training.load(str(path), load_in_16bit=True, max_seq_length=longest)
+        caplog.clear()
+        for args in (trl.SFTConfig(**own, **settings), trl.SFTConfig(**own, **settings), {**own, **settings}):
+            trainer = FastLanguageModel.get_trainer(model, training.rows(), args, processing_class=training.tokenizer())
+            assert trainer.args.max_length == (settings.get("max_length", longest) if isinstance(args, dict) else used)
+        lines = [r.getMessage() for r in caplog.records if "max_seq_length" in r.getMessage()]
+        assert len(lines) == told and all("1024" in line and f"max_length={longest}" in line for line in lines), lines
+
+
 def test_mistakes_with_get_trainer(tmp_path):
     model = training.ours()
     make = lambda data, args: FastLanguageModel.get_trainer(model, data, args, processing_class=training.tokenizer())
