@@ -262,6 +262,22 @@ def output() -> Any:
     return importlib.import_module("fastlm.output")
 
 
+class CountedOnce:
+    """Part of a transformers Trainer: the model's parameters are counted once, not by a walk over all modules at every step."""
+
+    _flops_per_input: int | None = None
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """6 x inputs x parameters outside the embeddings, as Trainer counts."""
+        n_inputs = inputs["input_ids"].numel() if "input_ids" in inputs else 0
+        if self._flops_per_input is not None and n_inputs:
+            return self._flops_per_input * n_inputs
+        counted: int = super().floating_point_ops(inputs)  # type: ignore[misc]
+        if n_inputs:
+            self._flops_per_input = counted // n_inputs
+        return counted
+
+
 def _agreed(look: Callable[[], str | None]) -> str | None:
     """What the first process finds, in every process, its error too: files are hashed once, and all resume from one folder."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -282,7 +298,7 @@ def _agreed(look: Callable[[], str | None]) -> str | None:
 def _trainer_class() -> type:
     """The subclass of TRL's trainer, made when it is first asked for: importing fastlm imports no trl."""
     names = dict(__module__=__name__, __qualname__="CheckpointedSFTTrainer", __doc__=WholeCheckpoints.__doc__)
-    parts = (WholeCheckpoints, FusedStep, importlib.import_module("trl").SFTTrainer)
+    parts = (WholeCheckpoints, FusedStep, CountedOnce, importlib.import_module("trl").SFTTrainer)
     return type("CheckpointedSFTTrainer", parts, names)
 
 

@@ -122,6 +122,16 @@ def test_get_trainer(tmp_path, checkpoint, as_dict):
     training.assert_ran_fast(model)
 
 
+def test_operations_are_counted_as_the_stock_trainer_does(tmp_path):
+    totals = []
+    for made, make in ((training.stock(), trl.SFTTrainer), (training.ours(), FastLanguageModel.get_trainer)):
+        config = trl.SFTConfig(**training.settings(tmp_path))
+        trainer = make(model=made, args=config, train_dataset=training.rows(), processing_class=training.tokenizer())
+        trainer.train()
+        totals.append(trainer.state.total_flos)
+    assert totals[0] == totals[1] > 0
+
+
 def test_an_adapter_that_the_trainer_makes(tmp_path):
     """SFTTrainer(peft_config=...) wraps a model that was patched before."""
     config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=tiny.LINEAR, task_type="CAUSAL_LM")
