@@ -377,3 +377,118 @@ def test_the_norm_is_left_on_the_device_until_it_is_logged(on_any_device, tmp_pa
     for p in model.parameters():
         p.grad = torch.ones_like(p) if p.requires_grad else None
     assert isinstance(made_by_us._clip_grad_norm(model), torch.Tensor)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_behind_a_gradient_scaler(path, overflows):
+    """Unscaled, then measured, then clipped; a step that the scaler leaves out changes nothing and leaves no clip behind."""
+    made_of = []
+    for ours in (True, False):
+        params = test_adamw.parameters(torch.float32, SIZES)
+        optimizer = (FusedAdamW if ours else torch.optim.AdamW)(params, **SETTINGS)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        norms = []
+        for step in range(3):
+            test_adamw.set_gradients(params, step)
+            for p in params:
+                p.grad *= scaler.get_scale() if step else 2.0**10
+            # the scale is made when something is scaled
+            scaler.scale(torch.zeros(()))
+            if overflows and step == 1:
+                params[0].grad[5] = float("inf")
+            scaler.unscale_(optimizer)
+            clip = (
+                optimizer.clip_grad_norm
+                if ours
+                else lambda limit, params=params: torch.nn.utils.clip_grad_norm_(params, limit)
+            )
+            norms.append(float(clip(0.5)))
+            scaler.step(optimizer)
+            scaler.update()
+        made_of.append((params, norms, scaler.get_scale()))
+    (params, norms, scale), (alone, want, other_scale) = made_of
+    assert norms == pytest.approx(want, rel=1e-5) and scale == other_scale == (512.0 if overflows else 1024.0)
+    for a, b in zip(params, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# --- on a GPU ---
+
+
+def waits_and_kernels(profile, span):
+    """Of what was called within the last span of this name: waits for the GPU, and kernels started."""
+    events = profile.events()
+    # the device has a span of this name as well
+    on_host = torch.autograd.DeviceType.CPU
+    within = [event.time_range for event in events if event.name == span and event.device_type == on_host][-1]
+    called = [e.name for e in events if within.start <= e.time_range.start and e.time_range.end <= within.end]
+    waits = [name for name in called if "Synchronize" in name]
+    return waits, [name for name in called if "LaunchKernel" in name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit"])
+def test_a_step_on_the_gpu_is_a_few_launches_without_a_wait(tmp_path, monkeypatch, optim):
+    """The third step of get_trainer's trainer: clip and step, after compilers and tables have been at work."""
+    model = training.ours().to("cuda")
+    args = dict(optim=optim, use_cpu=False, max_grad_norm=0.1, max_steps=3)
+    made_by_us = trainer(model, tmp_path, **args)
+    measured = []
+
+    def spanned(name, method):
+        def inside(*args, **kwargs):
+            with torch.profiler.record_function(f"measured {name}"):
+                return method(*args, **kwargs)
+
+        return inside
+
+    for name in ("clip_grad_norm", "step"):
+        monkeypatch.setattr(FusedAdamW, name, spanned(name, getattr(FusedAdamW, name)))
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        got = training.train(made_by_us)
+    assert isinstance(made_by_us.optimizer.optimizer, FusedAdamW)
+    for name in ("clip_grad_norm", "step"):
+        measured.append(waits_and_kernels(profile, f"measured {name}"))
+    assert not measured[0][0] and not measured[1][0]
+    # one sum of squares and one update for the adapters, one norm
+    assert 3 <= len(measured[0][1]) + len(measured[1][1]) <= 4, measured
+    other = training.ours().to("cuda")
+    plain = training.sft(other, tmp_path, **args)
+    training.assert_same_run(got, training.train(plain), 1e-4)
+    training.assert_same_weights(training.trained(model), training.trained(other), 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_grad_norm", [0.1, 0.0])
+def test_float16_training_on_the_gpu(tmp_path, max_grad_norm):
+    """With accelerate's GradScaler: the same run as the stock optimizer's."""
+    runs = []
+    for make in (trainer, training.sft):
+        model = training.ours().to("cuda")
+        runs.append(training.train(make(model, tmp_path, use_cpu=False, fp16=True, max_grad_norm=max_grad_norm)))
+    training.assert_same_run(runs[0], runs[1], 1e-3)
+
+
+@pytest.mark.gpu
+def test_hundreds_of_tensors_on_the_gpu():
+    """As many as a 1B model's adapters: bfloat16, one launch each for sums, norm and update, whatever moved since the last step."""
+    shapes = [(16, 2048), (2048, 16)] * 112
+    made_of = []
+    for make in (FusedAdamW, torch.optim.AdamW):
+        generator = torch.Generator(device="cuda").manual_seed(0)
+        draw = lambda shape, generator=generator: torch.randn(shape, device="cuda", generator=generator)
+        params = [torch.nn.Parameter(draw(shape).bfloat16()) for shape in shapes]
+        optimizer = make(params, **SETTINGS)
+        for _ in range(3):
+            for p in params:
+                p.grad = draw(p.shape).bfloat16()
+            if make is FusedAdamW:
+                optimizer.clip_grad_norm(1.0)
+            else:
+                torch.nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+        made_of.append(params)
+    for a, b in zip(*made_of, strict=True):
+        # torch rounds the clipped gradient and the norm to bfloat16, and so does every step the value
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=SETTINGS["lr"] * 2**-3)
