@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,3 +96,56 @@ def randn(
 ) -> torch.Tensor:
     """Normal values drawn on the CPU, so that every device sees the same ones."""
     return (torch.randn(shape, generator=generator) * std).to(device=device, dtype=dtype)
+
+
+# What ops over rows [T, D] share.
+ROW_SHAPES: dict[str, Shape] = {
+    "typical": (2, 24, 64),
+    "odd": (5, 97),
+    "one-row": (1, 128),
+    "one-column": (3, 1),
+    "empty": (0, 64),
+}
+ROW_BENCH_SHAPES: dict[str, Shape] = {
+    "T4096-D4096": (4096, 4096),
+    "T8192-D2048": (8192, 2048),
+    "T16384-D4096": (16384, 4096),
+}
+
+
+def strided_rows(inputs: Inputs) -> Inputs:
+    """The same with an x whose rows are three NaN longer in memory."""
+    x = inputs["x"]
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device)
+    wide[..., : x.shape[-1]] = x
+    return dict(inputs, x=wide[..., : x.shape[-1]])
+
+
+def ideal_rows(passes: float, flops: float) -> Callable[[Shape, int], tuple[float, float]]:
+    """A `Case.ideal` of an op that reads or writes each value so often and spends so many operations on it."""
+    return lambda shape, size: (passes * math.prod(shape) * size, flops * math.prod(shape))
+
+
+def with_residual(
+    case: Case,
+    op: Callable[..., Any],
+    reference: Callable[..., Any],
+    ideal: Callable[[Shape, int], tuple[float, float]],
+    ideal_backward: Callable[[Shape, int], tuple[float, float]],
+) -> Case:
+    """The case of an op over rows that first adds x to a residual stream and returns their sum too."""
+    return dataclasses.replace(
+        case,
+        name=f"add_{case.name}",
+        op=op,
+        reference=reference,
+        eager=lambda x, residual, **rest: (case.eager(x + residual, **rest), x + residual),
+        make=lambda shape, dtype, device, generator: dict(
+            case.make(shape, dtype, device, generator), residual=randn(shape, dtype, device, generator)
+        ),
+        gradients=(case.gradients[0], "residual", *case.gradients[1:]),
+        ideal=ideal,
+        ideal_backward=ideal_backward,
+        # the kernels are the other case's
+        builds=None,
+    )

@@ -11,13 +11,21 @@ Saved for the backward: h, weight, mean and 1/std (two float32 a row).
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastlm_kernels._case import Case, build, randn
+from fastlm_kernels._case import (
+    ROW_BENCH_SHAPES,
+    ROW_SHAPES,
+    Case,
+    build,
+    ideal_rows,
+    randn,
+    strided_rows,
+    with_residual,
+)
 from fastlm_kernels._launch import (
     RowLaunch,
     as_rows,
@@ -380,13 +388,6 @@ def _make_heads(shape, dtype, device, generator):
     return dict(x=x, weight=randn(shape[-2:], dtype, device, generator), eps=1e-5)
 
 
-def _strided(inputs):
-    x = inputs["x"]
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device)
-    wide[..., : x.shape[-1]] = x
-    return dict(inputs, x=wide[..., : x.shape[-1]])
-
-
 def _builds(cc, dtype):
     types = dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32") | dict(eps="fp32")
     # the shortest rows and the longest that each kernel holds
@@ -410,46 +411,23 @@ def _builds(cc, dtype):
     yield build(layer_norm_sums_kernel, dtype, options, launch.num_warps, types)
 
 
-_SHAPES = {
-    "typical": (2, 24, 64),
-    "odd": (5, 97),
-    "long-rows": (3, 4200),
-    "longer-rows": (2, 8200),
-    "one-row": (1, 128),
-    "one-column": (3, 1),
-    "empty": (0, 64),
-}
-_BENCH_SHAPES = {"T4096-D4096": (4096, 4096), "T8192-D2048": (8192, 2048), "T16384-D4096": (16384, 4096)}
-
 CASE = Case(
     name="layer_norm",
     op=layer_norm,
     reference=layer_norm_reference,
     eager=_eager,
     make=_make,
-    shapes=_SHAPES,
+    shapes=dict(ROW_SHAPES, **{"long-rows": (3, 4200), "longer-rows": (2, 8200)}),
     gradients=("x", "weight", "bias"),
-    strided=_strided,
-    bench_shapes=_BENCH_SHAPES,
-    ideal=lambda shape, size: (2.0 * shape[0] * shape[1] * size, 7.0 * shape[0] * shape[1]),
-    ideal_backward=lambda shape, size: (3.0 * shape[0] * shape[1] * size, 12.0 * shape[0] * shape[1]),
+    strided=strided_rows,
+    bench_shapes=ROW_BENCH_SHAPES,
+    ideal=ideal_rows(2.0, 7.0),
+    ideal_backward=ideal_rows(3.0, 12.0),
     builds=_builds,
 )
 
-ADD_CASE = Case(
-    name="add_layer_norm",
-    op=add_layer_norm,
-    reference=add_layer_norm_reference,
-    eager=lambda x, residual, **rest: (_eager(x + residual, **rest), x + residual),
-    make=lambda shape, dtype, device, generator: dict(
-        _make(shape, dtype, device, generator), residual=randn(shape, dtype, device, generator)
-    ),
-    shapes=_SHAPES,
-    gradients=("x", "residual", "weight", "bias"),
-    strided=_strided,
-    bench_shapes=_BENCH_SHAPES,
-    ideal=lambda shape, size: (4.0 * shape[0] * shape[1] * size, 8.0 * shape[0] * shape[1]),
-    ideal_backward=lambda shape, size: (4.0 * shape[0] * shape[1] * size, 13.0 * shape[0] * shape[1]),
+ADD_CASE = with_residual(
+    CASE, add_layer_norm, add_layer_norm_reference, ideal=ideal_rows(4.0, 8.0), ideal_backward=ideal_rows(4.0, 13.0)
 )
 
 HEADS_CASE = Case(
@@ -460,8 +438,8 @@ HEADS_CASE = Case(
     make=_make_heads,
     shapes={"typical": (2, 30, 4, 64), "odd": (7, 3, 41), "one-head": (1, 5, 1, 128), "empty": (0, 4, 64)},
     gradients=("x", "weight"),
-    strided=_strided,
+    strided=strided_rows,
     bench_shapes={"T4096-H64-E128": (4096, 64, 128), "T4096-H8-E128": (4096, 8, 128)},
-    ideal=lambda shape, size: (2.0 * size * math.prod(shape), 6.0 * math.prod(shape)),
-    ideal_backward=lambda shape, size: (3.0 * size * math.prod(shape), 11.0 * math.prod(shape)),
+    ideal=ideal_rows(2.0, 6.0),
+    ideal_backward=ideal_rows(3.0, 11.0),
 )

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastlm_kernels._case import Case, build, randn
+from fastlm_kernels._case import (
+    ROW_BENCH_SHAPES,
+    ROW_SHAPES,
+    Case,
+    build,
+    ideal_rows,
+    randn,
+    strided_rows,
+    with_residual,
+)
 from fastlm_kernels._launch import RowLaunch, as_rows, multiprocessors, row_launch, runs_triton, tl, triton
 
 # T rows (tokens), D columns (hidden size)
@@ -309,13 +318,6 @@ def _make(shape, dtype, device, generator):
     )
 
 
-def _strided(inputs):
-    x = inputs["x"]
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device)
-    wide[..., : x.shape[-1]] = x
-    return dict(inputs, x=wide[..., : x.shape[-1]])
-
-
 def _builds(cc, dtype):
     types = dict.fromkeys(("rstd_ptr", "dweight_ptr"), "*fp32") | dict.fromkeys(("eps", "weight_offset"), "fp32")
     for n_cols in (4096, 8192, 16384):
@@ -331,43 +333,21 @@ def _builds(cc, dtype):
     yield build(_rms_norm_dweight_kernel, dtype, dict(BLOCK_D=launch.block), launch.num_warps, types)
 
 
-_SHAPES = {
-    "typical": (2, 24, 64),
-    "odd": (5, 97),
-    "long-rows": (3, 8200),
-    "one-row": (1, 128),
-    "one-column": (3, 1),
-    "empty": (0, 64),
-}
-_BENCH_SHAPES = {"T4096-D4096": (4096, 4096), "T8192-D2048": (8192, 2048), "T16384-D4096": (16384, 4096)}
-
 CASE = Case(
     name="rms_norm",
     op=rms_norm,
     reference=rms_norm_reference,
     eager=_eager,
     make=_make,
-    shapes=_SHAPES,
+    shapes=dict(ROW_SHAPES, **{"long-rows": (3, 8200)}),
     gradients=("x", "weight"),
-    strided=_strided,
-    bench_shapes=_BENCH_SHAPES,
-    ideal=lambda shape, size: (2.0 * shape[0] * shape[1] * size, 4.0 * shape[0] * shape[1]),
-    ideal_backward=lambda shape, size: (3.0 * shape[0] * shape[1] * size, 8.0 * shape[0] * shape[1]),
+    strided=strided_rows,
+    bench_shapes=ROW_BENCH_SHAPES,
+    ideal=ideal_rows(2.0, 4.0),
+    ideal_backward=ideal_rows(3.0, 8.0),
     builds=_builds,
 )
 
-ADD_CASE = Case(
-    name="add_rms_norm",
-    op=add_rms_norm,
-    reference=add_rms_norm_reference,
-    eager=lambda x, residual, **rest: (_eager(x + residual, **rest), x + residual),
-    make=lambda shape, dtype, device, generator: dict(
-        _make(shape, dtype, device, generator), residual=randn(shape, dtype, device, generator)
-    ),
-    shapes=_SHAPES,
-    gradients=("x", "residual", "weight"),
-    strided=_strided,
-    bench_shapes=_BENCH_SHAPES,
-    ideal=lambda shape, size: (4.0 * shape[0] * shape[1] * size, 5.0 * shape[0] * shape[1]),
-    ideal_backward=lambda shape, size: (4.0 * shape[0] * shape[1] * size, 9.0 * shape[0] * shape[1]),
+ADD_CASE = with_residual(
+    CASE, add_rms_norm, add_rms_norm_reference, ideal=ideal_rows(4.0, 5.0), ideal_backward=ideal_rows(4.0, 9.0)
 )
