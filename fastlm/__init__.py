@@ -11,21 +11,54 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastlm import chat_templates, data
     from fastlm.guards import callbacks
-    from fastlm.model import FastLanguageModel, patch_model, revert
+    from fastlm.migrated import (
+        SFTConfig,
+        SFTTrainer,
+        UnslothTrainer,
+        UnslothTrainingArguments,
+        is_bf16_supported,
+        is_bfloat16_supported,
+        unsloth_train,
+    )
+    from fastlm.model import FastLanguageModel, FastModel, patch_model, revert
     from fastlm.reporting import report
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "FastLanguageModel": "fastlm.model",
+    "FastModel": "fastlm.model",
     "patch_model": "fastlm.model",
     "revert": "fastlm.model",
     "report": "fastlm.reporting",
     "callbacks": "fastlm.guards",
+    "SFTConfig": "fastlm.migrated",
+    "SFTTrainer": "fastlm.migrated",
+    "UnslothTrainer": "fastlm.migrated",
+    "UnslothTrainingArguments": "fastlm.migrated",
+    "is_bf16_supported": "fastlm.migrated",
+    "is_bfloat16_supported": "fastlm.migrated",
+    "unsloth_train": "fastlm.migrated",
 }
 # packages with names of their own
 _PACKAGES = ("chat_templates", "data")
-__all__ = ["FastLanguageModel", "callbacks", "chat_templates", "data", "patch_model", "report", "revert"]
+__all__ = [
+    "FastLanguageModel",
+    "FastModel",
+    "SFTConfig",
+    "SFTTrainer",
+    "UnslothTrainer",
+    "UnslothTrainingArguments",
+    "callbacks",
+    "chat_templates",
+    "data",
+    "is_bf16_supported",
+    "is_bfloat16_supported",
+    "patch_model",
+    "report",
+    "revert",
+    "unsloth_train",
+]
 
 
 def __getattr__(name: str) -> Any:

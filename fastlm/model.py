@@ -312,3 +312,7 @@ class FastLanguageModel:
     def get_trainer(model: nn.Module, train_dataset: Any = None, args: Any = None, **kwargs: Any) -> Any:
         """A TRL `SFTTrainer` for this model: see `fastlm.trainers.get_trainer`."""
         return trainers.get_trainer(model, train_dataset, args, **kwargs)
+
+
+# the name that scripts for models of any kind use
+FastModel = FastLanguageModel

@@ -40,11 +40,12 @@ DOORS = {
         "chat_templates/",
         "data/",
         "trainers.py",
+        "migrated.py",
         "signals.py",
         "guards.py",
         "output.py",
     ),
-    "trl": ("trainers.py", "chat_templates/"),
+    "trl": ("trainers.py", "migrated.py", "chat_templates/"),
 }
 # What a part of fastlm may import of the rest of it: only what stands below it.
 BELOW = {
