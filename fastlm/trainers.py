@@ -218,6 +218,9 @@ class WholeCheckpoints:
                 guard.look(self.model, has_scaler=self.args.fp16)
         return loss
 
+    def _send_telemetry(self) -> None:
+        """Nothing: TRL's trainers tell the hub of every training. Under a plain one, HF_HUB_DISABLE_TELEMETRY=1 is TRL's own switch."""
+
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         _agreed(lambda: checkpoints.verify(best))
