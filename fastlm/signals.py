@@ -6,6 +6,7 @@ Two callbacks, because the first must speak before the trainer saves and the sec
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import signal
@@ -59,6 +60,11 @@ class StopRequests(TrainerCallback):
             logger.info("training runs in a thread: only the main thread can wait for SIGTERM and SIGINT")
             return
         self._pid = os.getpid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handler = signal.getsignal(number)
+            if inspect.ismethod(handler) and isinstance(handler.__self__, StopRequests):
+                # of a training that an error ended, of which callbacks are not told
+                handler.__self__.restore()
         # transformers has its own answer to SIGTERM, if it is asked for
         numbers = (signal.SIGINT,) if args.enable_jit_checkpoint else (signal.SIGTERM, signal.SIGINT)
         self._before = {number: signal.signal(number, self._note) for number in numbers}
@@ -111,6 +117,9 @@ class StopRequests(TrainerCallback):
         if os.getpid() != self._pid or self._pending is not None or not _is_training(frame):
             # a worker that was forked from this process, the second signal, or a training that an error ended
             self.restore()
+            if signal.getsignal(number) == self._note:
+                # somebody set it again
+                signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return
         self._pending = number

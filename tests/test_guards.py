@@ -4,6 +4,7 @@ import errno
 import logging
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,15 @@ from fastlm import FastLanguageModel, checkpoints, guards, output
 
 TO_THE_BIT = 0.0
 NOT_FINITE = {"nan": float("nan"), "inf": float("inf")}
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """A plain trainer that an error ends leaves its signal handlers; the next test begins without them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def make(folder, plain=False, callbacks=None, **args):

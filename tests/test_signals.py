@@ -136,6 +136,21 @@ class Fails(transformers.TrainerCallback):
         raise ZeroDivisionError
 
 
+def test_a_training_after_one_that_failed_obeys_a_second_signal(tmp_path):
+    """The handlers of the first are not taken for the user's."""
+    trainer = make(tmp_path / "fails", True)
+    trainer.add_callback(Fails())
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer = make(tmp_path / "next", True)
+    trainer.add_callback(Sends(3, signal.SIGINT, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    for number in ENDS:
+        assert not isinstance(getattr(signal.getsignal(number), "__self__", None), signals.StopRequests)
+
+
 def test_a_signal_after_the_last_step_ends_the_process_too(tmp_path):
     trainer = make(tmp_path, False, max_steps=2)
     trainer.add_callback(Sends(3, signal.SIGTERM, event="on_epoch_end"))
