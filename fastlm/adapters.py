@@ -193,10 +193,24 @@ def unfit_adapter(module: nn.Module) -> str | None:
     return None if quant.is_4bit(module) or type(module) is nn.Linear else _NOT_PLAIN.format(type(module))
 
 
-def _view(
-    module: nn.Module, x_dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
-) -> LinearView | str:
-    """`view_linear` for an input of this dtype on this device, where no hooks for all modules are."""
+class Input(NamedTuple):
+    """What of an input decides how linear layers can run; `has_global_hooks`: torch has hooks for all modules of the process."""
+
+    dtype: torch.dtype
+    device: torch.device
+    autocast: torch.dtype | None
+    has_global_hooks: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Input:
+        device = x.device
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return cls(x.dtype, device, autocast, bool(torch.nn.modules.module._has_any_global_hook()))
+
+
+def _view(module: nn.Module, x: Input) -> LinearView | str:
+    """`view_linear` for such an input, where no hooks for all modules are."""
+    x_dtype, device, autocast, _ = x
     base, adapter = module, _NO_ADAPTER
     if _has_own_hooks(module):
         return "a projection has hooks"
@@ -240,15 +254,14 @@ def _view(
     return LinearView(projection, dtype, out_dtype, lora_dtype)
 
 
-def views(modules: Sequence[nn.Module], x: Tensor) -> list[LinearView] | str:
+def views(modules: Sequence[nn.Module], x: Tensor | Input) -> list[LinearView] | str:
     """All modules as views that can run as one function, or the first reason why not."""
-    device = x.device
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    if torch.nn.modules.module._has_any_global_hook():
+    given = x if isinstance(x, Input) else Input.of(x)
+    if given.has_global_hooks:
         return "a projection has hooks"
     found = []
     for module in modules:
-        view = _view(module, x.dtype, device, autocast)
+        view = _view(module, given)
         if isinstance(view, str):
             return view
         found.append(view)

@@ -201,7 +201,7 @@ def _norm(module: nn.Module, x: Tensor, family: Family, may_train_bias: bool = F
     return Norm(weight, bias, eps, family.norm_weight_offset, family.norm_casts_before_weight, family.has_layer_norm)
 
 
-def _views(modules: list[nn.Module], x: Tensor) -> list[adapters.LinearView]:
+def _views(modules: list[nn.Module], x: adapters.Input) -> list[adapters.LinearView]:
     found = adapters.views(modules, x)
     if found == adapters.TRAINED_WEIGHT:
         raise _Elsewhere("its own weights are trained, which is autograd's work")
@@ -251,7 +251,8 @@ def _describe(
         [of_attention[name] for name in family.qkv], [of_attention[family.out]],
         [of_mlp[name] for name in family.gate_up], [of_mlp[family.down]],
     )  # fmt: skip
-    found = [_views(group, x) for group in modules]
+    given = adapters.Input.of(x)
+    found = [_views(group, given) for group in modules]
     projections = [[view.projection for view in views] for views in found]
     # frozen weights of norms, which the backward reads beside the projections
     read_again = [norm.weight for norm in (*norms, *qk_norms) if norm is not None and norm.weight is not None]

@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from fastlm_kernels.nf4 import NF4Weight, nf4_decode, nf4_decode_stacked
 # T rows (tokens), K input features, N output features, R LoRA rank
 
 
-@dataclass(frozen=True)
-class Projection:
+class Projection(NamedTuple):
     """One linear layer and the adapter that is active on it.
 
     Attributes:
@@ -93,24 +93,19 @@ def make_group(
     projections: Sequence[Projection], lora_dtype: torch.dtype | None, others: Sequence[Tensor] = ()
 ) -> Group:
     """Projections as a group. `others`: further frozen tensors that the same backward reads."""
-    watched: list[Tensor] = []
-    if torch.is_grad_enabled():
-        watched = [*others, *(p.weight for p in projections if isinstance(p.weight, Tensor))]
+    weights, _, _, _, scalings, dropouts = zip(*projections, strict=True)
     # The seed of a dropout mask comes from torch's CPU generator, which checkpointing restores for a replay.
-    seeds = tuple(int(torch.randint(2**62, ())) if p.dropout else 0 for p in projections)
-    return Group(
-        weights=tuple(p.weight for p in projections),
-        scalings=tuple(p.scaling for p in projections),
-        dropouts=tuple(p.dropout for p in projections),
-        seeds=seeds,
-        lora_dtype=lora_dtype,
-        versions=tuple((t, t._version) for t in watched if not t.is_inference()),
-    )
+    seeds = tuple([int(torch.randint(2**62, ())) if p else 0 for p in dropouts])
+    versions: list[tuple[Tensor, int]] = []
+    if torch.is_grad_enabled():
+        watched = [*others, *(w for w in weights if isinstance(w, Tensor))]
+        versions = [(t, t._version) for t in watched if not t.is_inference()]
+    return Group(weights, scalings, dropouts, seeds, lora_dtype, tuple(versions))
 
 
 def group_tensors(projections: Sequence[Projection]) -> list[Tensor | None]:
     """Per projection bias, A, B: the inputs of the Function, so that hooks, DDP and optimizers see the parameters."""
-    return [tensor for p in projections for tensor in (p.bias, p.lora_a, p.lora_b)]
+    return [tensor for _, bias, lora_a, lora_b, _, _ in projections for tensor in (bias, lora_a, lora_b)]
 
 
 def _dropout(x: Tensor, p: float, seed: int) -> Tensor:
