@@ -415,18 +415,22 @@ class FusedStep:
         args = self.args
         settings = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
         # Trainer tells bitsandbytes to keep the moments of embeddings in float32
-        embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-        return settings | dict(state_dtype=state_dtype, full_precision=embeddings)
+        weights = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        return settings | dict(state_dtype=state_dtype, full_precision=[w for w in weights if w.requires_grad])
+
+    def _is_fused(self) -> bool:
+        """Whether the optimizer made here is the one in use, by itself or in accelerate's wrapper."""
+        return self._fused is not None and self._fused in (self.optimizer, vars(self.optimizer).get("optimizer"))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self._fused is None:
+        if self._fused is None or not self._is_fused():
             return super()._clip_grad_norm(model)  # type: ignore[misc]
         # does nothing without a GradScaler
         self.accelerator.unscale_gradients()
         return self._fused.clip_grad_norm(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self._fused is None or grad_norm is not None:
+        if self._fused is None or not self._is_fused() or grad_norm is not None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         self.accelerator.unscale_gradients()
         return self._fused.clip_grad_norm()

@@ -119,6 +119,19 @@ def test_the_users_own_optimizer_stays(on_any_device, tmp_path):
         assert 0.0 < made_by_us.state.log_history[0]["grad_norm"] < float("inf")
 
 
+def test_an_optimizer_put_in_later_is_clipped_as_ever(on_any_device, tmp_path):
+    """Trained once with ours, then with another: gradients of the second are clipped in place, before its step."""
+    model = training.ours()
+    made_by_us = trainer(model, tmp_path, max_grad_norm=1e-3, max_steps=1)
+    made_by_us.train()
+    params = [p for p in model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in params]
+    made_by_us.optimizer, made_by_us.lr_scheduler = torch.optim.SGD(params, lr=1.0), None
+    made_by_us.train()
+    moved = torch.nn.utils.get_total_norm([a.detach() - b for a, b in zip(params, before, strict=True)])
+    assert float(moved) == pytest.approx(1e-3, rel=1e-2)
+
+
 def test_the_norm_is_left_on_the_device_until_it_is_logged(on_any_device, tmp_path):
     """A callback between the clip and the step sees whole gradients; the trainer is handed a tensor, not a number."""
     seen = []

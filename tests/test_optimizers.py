@@ -195,6 +195,27 @@ def test_a_clip_counts_once_and_leaves_the_gradients(path):
         optimizer.clip_grad_norm(0.0)
 
 
+def test_gradients_dropped_between_the_clip_and_the_step(path):
+    """What skips a step, as `fastlm.callbacks` do: nothing moves, and the next step is not clipped by what was measured before."""
+    params, optimizer = made("8bit")
+    test_adamw.run(optimizer, params, 1)
+    before, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
+    test_adamw.set_gradients(params, 1)
+    optimizer.clip_grad_norm(1e-3)
+    for p in params:
+        p.grad = None
+    optimizer.step()
+    assert all(torch.equal(p, value) for p, value in zip(params, before, strict=True))
+    assert_equal_states(optimizer.state_dict(), saved)
+    again = [torch.nn.Parameter(value) for value in before]
+    other = FusedAdamW(again, state_dtype=torch.uint8)
+    other.load_state_dict(saved)
+    for group, one in ((params, optimizer), (again, other)):
+        test_adamw.set_gradients(group, 2)
+        one.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
+
+
 def test_schedulers_closures_and_further_groups():
     params, alone = test_adamw.parameters(torch.float32, SIZES), test_adamw.parameters(torch.float32, SIZES)
     made_of = (FusedAdamW(params[:1], **SETTINGS), torch.optim.AdamW(alone[:1], **SETTINGS, foreach=False))
