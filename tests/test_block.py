@@ -173,14 +173,14 @@ def test_keep_and_recompute_all_are_named_plans():
     assert PLANS[-1] == KEEP_ALL and PLANS[0] == RECOMPUTE_ALL
 
 
-@pytest.mark.parametrize("rounding", ["stock", "once"])
-def test_adapters_may_be_added_before_the_rounding(rounding, tmp_path):
+@pytest.mark.parametrize("name, rounding", [("llama", "stock"), ("llama", "once"), ("llama-biases", "once")])
+def test_adapters_may_be_added_before_the_rounding(name, rounding, tmp_path):
     """Layers so wide, and so many tokens, that adapters ride in the base GEMM: the values of stock in float32."""
     from test_parity_4bit import load
 
     pytest.importorskip("bitsandbytes")
     shape = dict(hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, initializer_range=0.02)
-    tiny.model("llama", **shape).save_pretrained(tmp_path)
+    tiny.model(name, **shape).save_pretrained(tmp_path)
     x = tiny.ids(1, 520)
     batch = dict(input_ids=x, labels=x)
     stock, ours = (tiny.with_lora(load(tmp_path, torch.float32, a), dtype=torch.float32) for a in ("eager", "sdpa"))

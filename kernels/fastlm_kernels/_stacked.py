@@ -196,8 +196,10 @@ class StackedLinear:
         quantized = [w for w in group.weights if not isinstance(w, Tensor)]
         self.quantized = quantized if len(quantized) == len(group.weights) else None
         rides = rank and self.quantized is not None and self.lora_dtype == dtype
-        self.x_pad = padding(x_room, self.features, rank) if rides else 0
-        self.dy_pad = padding(dy_room, self.width, rank) if rides else 0
+        # biases ride too, in the last column
+        columns = rank + any(b is not None for b in tensors[::3])
+        self.x_pad = padding(x_room, self.features, columns) if rides else 0
+        self.dy_pad = padding(dy_room, self.width, columns) if rides else 0
         self.rank = max(self.x_pad, self.dy_pad) or rank
         self._decoded: Tensor | None = None
         self.a: Tensor | None = None
@@ -305,8 +307,15 @@ class StackedLinear:
     def _riding(self, x: Tensor) -> Tensor:
         """[x, x A^T] -> y."""
         weights, bias = self._room()[: self.width], self._bias(x)
-        y = self.gradient(x.shape[0], x.device)
-        return torch.mm(x, weights.t(), out=y) if bias is None else torch.addmm(bias, x, weights.t(), out=y)
+        if bias is not None:
+            # torch would write the bias into y first, and let the GEMM read it there: cuBLAS may round once more for that
+            x[:, -1].fill_(1.0)
+            weights[:, -1] = bias
+        y = torch.mm(x, weights.t(), out=self.gradient(x.shape[0], x.device))
+        if bias is not None and self.holds:
+            # where the backward reads B, which has nothing there
+            weights[:, -1] = 0.0
+        return y
 
     def _beside(self, x: Tensor) -> Tensor:
         """x -> y, rounded where PEFT rounds: the base product first, then the adapters' added to it."""
