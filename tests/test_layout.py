@@ -294,7 +294,9 @@ def installed_wheel(tmp_path_factory) -> Path:
 
 def test_wheel_holds_the_two_packages_and_nothing_else(installed_wheel):
     top = {path.name for path in installed_wheel.iterdir()}
-    assert top == {"fastlm", "fastlm_kernels", f"fastlm-{project_version()}.dist-info"}
+    # pip puts the command beside them
+    assert top == {"fastlm", "fastlm_kernels", f"fastlm-{project_version()}.dist-info", "bin"}
+    assert {path.name for path in (installed_wheel / "bin").iterdir()} == {"fastlm"}
     for source, package in (("fastlm", "fastlm"), ("kernels/fastlm_kernels", "fastlm_kernels")):
         want = {
             p.relative_to(ROOT / source)
