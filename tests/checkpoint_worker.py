@@ -1,4 +1,7 @@
-"""Training that is killed in its second save, and resumed: `python checkpoint_worker.py FOLDER`. Every run is a fork of one process.
+"""Training that is killed in its second save, and resumed: `python checkpoint_worker.py FOLDER KILLS`. Every run is a fork of one process.
+
+KILLS of get_trainer's trainer at random moments of the save, beside one at each of MOMENTS and, of a plain trainer with
+`fastlm.callbacks()`, at each of PLAIN_MOMENTS.
 
 Writes FOLDER/<moment>/result.pt: {resumed, weights, log}, and FOLDER/result.pt of the run that nobody killed. With a rank in the
 environment, it is one process of two that train and save together instead.
@@ -6,6 +9,7 @@ environment, it is one process of two that train and save together instead.
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -28,10 +32,9 @@ import fastlm
 from fastlm import FastLanguageModel, checkpoints
 
 STEPS, EVERY, KILLED = 6, 2, 4
-RANDOM_KILLS = 3
 
 
-def make(folder, plain: bool = False, **args):
+def make(folder, plain: bool = False, callbacks=None, **args):
     """get_trainer's, or TRL's own, with checkpoints; the adapters' dropout needs the saved state of torch's generator."""
     stock = tiny.model("llama", attention="sdpa")
     model = fastlm.patch_model(tiny.with_lora(stock, lora_dropout=0.1), strict=True)
@@ -41,7 +44,8 @@ def make(folder, plain: bool = False, **args):
     datasets = dict(train_dataset=training.rows(), eval_dataset=training.rows((9, 14)))
     tokenizer = training.tokenizer()
     if plain:
-        return trl.SFTTrainer(model=model, args=trl.SFTConfig(**settings), processing_class=tokenizer, **datasets)
+        config = trl.SFTConfig(**settings)
+        return trl.SFTTrainer(model=model, args=config, processing_class=tokenizer, callbacks=callbacks, **datasets)
     return FastLanguageModel.get_trainer(model, args=settings, processing_class=tokenizer, **datasets)
 
 
@@ -109,6 +113,20 @@ MOMENTS = {
         4,
     ),
 }
+# a plain trainer writes into the folder with the final name, and removes the older one before the mark is off
+PLAIN_MOMENTS = {
+    name: MOMENTS[name]
+    for name in (
+        "after-the-adapter",
+        "half-of-the-optimizer",
+        "half-of-the-generators",
+        "before-the-trainer-state",
+        "in-the-rotation",
+    )
+} | {
+    "before-the-manifest": (MOMENTS["before-the-manifest"][0], 4),
+    "after-the-manifest": (lambda t: before(checkpoints, "unmark", ends(0, PLACE)), 4),
+}
 
 
 def forked(function, *args) -> int:
@@ -132,9 +150,13 @@ def start(function, *args) -> int:
         os._exit(code)
 
 
-def killed_run(folder: Path, moment: str) -> None:
-    trainer = make(folder, save_total_limit=1)
-    MOMENTS[moment][0](trainer)
+def guarded(folder: Path, plain: bool):
+    return make(folder, plain, fastlm.callbacks() if plain else None, save_total_limit=1)
+
+
+def killed_run(folder: Path, moment: str, plain: bool) -> None:
+    trainer = guarded(folder, plain)
+    (PLAIN_MOMENTS if plain else MOMENTS)[moment][0](trainer)
     trainer.train()
 
 
@@ -160,9 +182,11 @@ def whole_run(folder: Path) -> None:
     keep(folder, trainer, resumed=None)
 
 
-def resumed_run(folder: Path) -> None:
-    found = checkpoints.newest_whole(str(folder))
-    trainer = make(folder, save_total_limit=1)
+def resumed_run(folder: Path, plain: bool = False) -> None:
+    trainer = guarded(folder, plain)
+    # a plain trainer takes the highest number; its callbacks have renamed what is half by now
+    look = transformers.trainer_utils.get_last_checkpoint if plain else checkpoints.newest_whole
+    found = look(str(folder))
     trainer.train(resume_from_checkpoint=True)
     keep(folder, trainer, resumed=os.path.basename(found))
 
@@ -217,14 +241,29 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def main(folder: Path) -> None:
+def warm_up(folder: Path) -> None:
+    """What every fork would import and compile again. No backward: autograd's engine does not survive a fork."""
+    for plain in (True, False):
+        trainer = make(folder, plain, fastlm.callbacks())
+        trainer.save_model(str(folder))
+        trainer.create_model_card()
+        trainer.create_optimizer_and_scheduler(STEPS)
+        trainer.evaluate()
+    gc.collect()
+    gc.freeze()
+
+
+def main(folder: Path, n_kills: int) -> None:
+    warm_up(folder / "warm")
     assert forked(whole_run, folder) == 0
-    for moment in MOMENTS:
-        assert forked(killed_run, folder / moment, moment) == -signal.SIGKILL, moment
-        assert forked(resumed_run, folder / moment) == 0, moment
+    for plain, moments in ((False, MOMENTS), (True, PLAIN_MOMENTS)):
+        for moment in moments:
+            place = folder / f"plain-{moment}" if plain else folder / moment
+            assert forked(killed_run, place, moment, plain) == -signal.SIGKILL, place.name
+            assert forked(resumed_run, place, plain) == 0, place.name
     # nobody is killed in the first of these: it measures how long the save takes
     chance, lasts = random.Random(11), None
-    for i in range(RANDOM_KILLS + 1):
+    for i in range(n_kills + 1):
         reader, writer = os.pipe()
         name = folder / f"random-{i}"
         child = start(signalled_run, name, writer)
@@ -244,4 +283,7 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    (two_processes if "RANK" in os.environ else main)(Path(sys.argv[1]))
+    if "RANK" in os.environ:
+        two_processes(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]))

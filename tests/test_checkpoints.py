@@ -169,25 +169,40 @@ def test_a_checkpoint_that_was_being_replaced_comes_back(tmp_path, monkeypatch, 
 # --- killed saves ---
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
-    """From the newest whole checkpoint (one is kept at a time): losses and weights of the run that nobody killed, to the bit."""
+def kill_and_resume(folder: Path, n_random: int) -> None:
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, str(ROOT / "tests" / "checkpoint_worker.py"), str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tests" / "checkpoint_worker.py"), str(folder), str(n_random)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120 + 10 * n_random)
     assert done.returncode == 0, done.stderr[-6000:]
-    want = torch.load(tmp_path / "result.pt", weights_only=True)
+    want = torch.load(folder / "result.pt", weights_only=True)
     assert want["log"][0]["loss"] != want["log"][-1]["loss"]
     expected = {moment: (step,) for moment, (_, step) in checkpoint_worker.MOMENTS.items()}
-    expected |= {f"random-{i + 1}": (2, 4) for i in range(checkpoint_worker.RANDOM_KILLS)}
+    expected |= {f"plain-{moment}": (step,) for moment, (_, step) in checkpoint_worker.PLAIN_MOMENTS.items()}
+    expected |= {f"random-{i + 1}": (2, 4) for i in range(n_random)}
     for moment, steps in expected.items():
-        got = torch.load(tmp_path / moment / "result.pt", weights_only=True)
+        got = torch.load(folder / moment / "result.pt", weights_only=True)
         assert got["resumed"] in [f"checkpoint-{step}" for step in steps], moment
         training.assert_same_run(got["log"], want["log"], TO_THE_BIT, but=RECOUNTED)
         training.assert_same_weights(got["weights"], want["weights"], TO_THE_BIT)
-        left = [path.name for path in (tmp_path / moment).glob("*checkpoint-*")]
-        assert left == ["checkpoint-6"], (moment, left)
-        checkpoints.verify(str(tmp_path / moment / "checkpoint-6"))
+        left = {path.name for path in (folder / moment).glob("*checkpoint-*")}
+        # what a plain trainer left half is beside it
+        assert left - {".checkpoint-4.damaged"} == {"checkpoint-6"}, (moment, left)
+        assert moment.startswith("plain") or left == {"checkpoint-6"}, (moment, left)
+        checkpoints.verify(str(folder / moment / "checkpoint-6"))
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    """From the newest whole checkpoint (one is kept at a time): losses and weights of the run that nobody killed, to the bit.
+
+    Eight moments of a save and five random ones, and seven moments under a plain trainer: twenty kills.
+    """
+    kill_and_resume(tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_two_hundred_killed_runs(tmp_path):
+    kill_and_resume(tmp_path, 185)
 
 
 # --- the trainer ---
