@@ -36,9 +36,10 @@ class Family:
         qk_norms: the norms of queries and keys, or None.
         qk_norm_place: "head" before the rotation, "width" before it over all heads at once, "after" the rotation by head.
         qk_norm_switch: the attention's attribute that says whether it has them, or None: always.
-        window: where an attention module's sliding window is read: "none", "config" (one for all layers), "module" or
-            "layer_type" (the config's in layers that its `layer_types` call "sliding_attention", none in others).
-        softcap: the setting of the cap on attention scores, or None.
+        window: which layers have the sliding window that the config has when they are called: "none", "config" (all), "module"
+            (those whose attention was made with one) or "layer_type" (those that the config's `layer_types` call
+            "sliding_attention").
+        softcap: the setting of the cap on attention scores, which is also the attention's attribute; None without one.
         rotates: the attention's attribute that says whether it rotates at all: true or not None; None: always.
         rotates_without_windows: and every layer rotates where the config has no window.
         rope_interleaved: rotated pairs are neighbours, not halves.
