@@ -44,7 +44,7 @@ def activation_name(config: Any, family: Family) -> str | None:
 def activations(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The activation modules of an MLP, by name."""
     places = ("transformers.activations", "torch.nn.modules.activation")
-    return [(name, child) for name, child in module.named_children() if type(child).__module__ in places]
+    return [(name, child) for name, child in module._modules.items() if type(child).__module__ in places]
 
 
 def _kind(config: Any, family: Family) -> type:
