@@ -142,6 +142,8 @@ def start(function, *args) -> int:
     try:
         function(*args)
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
