@@ -81,11 +81,20 @@ class FiniteSteps(TrainerCallback):
         """Take note of the loss of a part of a step, a scalar. Reads nothing from the device."""
         self._losses = loss.detach() if self._losses is None else self._losses + loss.detach()
 
-    def look(self, model: nn.Module, has_scaler: bool) -> None:
-        """Look at the gradients of a step, all summed: best before they are clipped, which spreads what is not finite."""
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not has_scaler}
+    def look(self, model: nn.Module, has_scaler: bool, norm: Tensor | None = None) -> None:
+        """Look at the gradients of a step, all summed: best before they are clipped, which spreads what is not finite.
+
+        Args:
+            model: whose gradients.
+            has_scaler: overflows are a gradient scaler's: only losses count.
+            norm: of all gradients, if somebody measured it.
+        """
         losses, self._losses = self._losses, None
-        if _all_finite(list(gradients.values()), losses):
+        if norm is not None and _all_finite([] if has_scaler else [norm], losses):
+            self._fault = ""
+            return
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not has_scaler}
+        if norm is None and _all_finite(list(gradients.values()), losses):
             self._fault = ""
             return
         wrong = [name for name, gradient in gradients.items() if not _all_finite([gradient], None, is_shared=False)]

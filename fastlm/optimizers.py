@@ -379,6 +379,11 @@ class FusedStep:
     # the optimizer made here
     _fused: FusedAdamW | None = None
 
+    @property
+    def clips_in_step(self) -> bool:
+        """Whether gradients stay as they are until the optimizer's step, which clips what it reads."""
+        return self._fused is not None
+
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             # made or chosen by the user

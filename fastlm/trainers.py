@@ -214,9 +214,17 @@ class WholeCheckpoints:
         loss = super().training_step(*args, **kwargs)
         for guard in self._callbacks_of(guards().FiniteSteps):
             guard.add_loss(loss)
-            if self.accelerator.sync_gradients:
+            if self.accelerator.sync_gradients and not self.clips_in_step:
                 guard.look(self.model, has_scaler=self.args.fp16)
         return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.clips_in_step:
+            # it was measured anyway, and the gradients are still as the backward left them
+            for guard in self._callbacks_of(guards().FiniteSteps):
+                guard.look(self.model, has_scaler=self.args.fp16, norm=norm)
+        return norm
 
     def _send_telemetry(self) -> None:
         """Nothing: TRL's trainers tell the hub of every training. Under a plain one, HF_HUB_DISABLE_TELEMETRY=1 is TRL's own switch."""

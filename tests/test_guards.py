@@ -18,7 +18,7 @@ import transformers
 import trl
 
 import fastlm
-from fastlm import FastLanguageModel, checkpoints, guards, output
+from fastlm import FastLanguageModel, checkpoints, guards, optimizers, output
 
 TO_THE_BIT = 0.0
 NOT_FINITE = {"nan": float("nan"), "inf": float("inf")}
@@ -100,6 +100,27 @@ def test_every_optimizer_skips(tmp_path, plain, optim):
     poison(trainer, float("nan"), (1,))
     trainer.train()
     training.assert_same_weights(training.trained(trainer.model), before, TO_THE_BIT)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_a_step_that_clips_in_the_optimizer_skips_and_names(tmp_path, caplog, monkeypatch, clip, optim):
+    """Where one norm serves the clip, the log and the look at what is finite."""
+    monkeypatch.setattr(optimizers, "_DEVICES", ("cpu",))
+    trainer = make(tmp_path, max_steps=3, optim=optim, max_grad_norm=clip)
+    name = poison(trainer, float("nan"), (2,))
+    before = []
+    trainer.add_callback(At(1, lambda: before.append(training.trained(trainer.model))))
+    trainer.add_callback(
+        At(2, lambda: training.assert_same_weights(training.trained(trainer.model), before[0], TO_THE_BIT))
+    )
+    trainer.train()
+    assert trainer.clips_in_step and len(before) == 1
+    assert f"step 2 is skipped: the gradient of {name} is not finite, the first of 1 among" in caplog.text
+    after = training.trained(trainer.model)
+    assert all(p.isfinite().all() for p in after.values()) and any(
+        not torch.equal(after[n], before[0][n]) for n in after
+    )
 
 
 @both
