@@ -91,7 +91,8 @@ class FusedAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW, or bitsandbytes' AdamW8bit, over all tensors in a few launches; nothing waits for the GPU.
 
     Computes in float32 (`fastlm_kernels.adamw`). Its `state_dict` is that of the optimizer whose moments it keeps, so that checkpoints
-    move both ways.
+    move both ways. Weights decay before the update, as in the paper and in torch; bitsandbytes' CUDA kernel decays them afterwards, which
+    shrinks the update too, by lr * weight_decay of it.
 
     Args:
         params: parameters or groups of them, of any float dtype and on any devices.

@@ -149,6 +149,8 @@ class WholeCheckpoints:
     accelerator: Any
     model: Any
     callback_handler: Any
+    # FusedStep's
+    clips_in_step: bool
     # where a save is being written instead of in the output folder
     _stage: str | None = None
 
@@ -219,7 +221,7 @@ class WholeCheckpoints:
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         if self.clips_in_step:
             # it was measured anyway, and the gradients are still as the backward left them
             for guard in self._callbacks_of(guards().FiniteSteps):

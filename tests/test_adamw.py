@@ -351,8 +351,8 @@ def test_beside_bitsandbytes(device, dtype):
     that round to zero, one code off.
     """
     dtype = DTYPES[dtype]
-    # a GPU's kernel decays after it has rounded; with decay, only float32 compares
-    settings = dict(weight_decay=SETTINGS["weight_decay"] if device == "cpu" or dtype is torch.float32 else 0.0)
+    # on a GPU it decays after the update, which shrinks this too: by lr * weight_decay of it, and in 16 bit after one more rounding
+    settings = dict(weight_decay=SETTINGS["weight_decay"] if device == "cpu" else 0.0)
     theirs = parameters(dtype, (4096, 10000), device)
     stock = bnb_optimizer(theirs, **settings)
     for step in range(5):

@@ -9,6 +9,7 @@ import tiny
 import torch
 
 import fastlm
+import fastlm.block.graphs
 from fastlm import binding
 
 WARM_UP = 2
@@ -330,6 +331,18 @@ def test_a_backward_that_cannot_be_captured_runs_eagerly(caplog):
     for seed in range(WARM_UP + 2):
         assert_same(step(made, batch("cpu", seed)), step(eager, batch("cpu", seed)))
     assert "out of memory" in graphs_of(made).reason
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["keep", "recompute"])
+def test_large_layers_that_save_memory_are_not_captured(monkeypatch, recomputes):
+    monkeypatch.setattr(fastlm.block.graphs, "_LAUNCH_BOUND_FLOPS", 1000)
+    made = patched("cpu")
+    if recomputes:
+        made.gradient_checkpointing_enable()
+        made.enable_input_require_grads()
+    for seed in range(WARM_UP + 2):
+        step(made, batch("cpu", seed))
+    assert replays(made) == (0 if recomputes else 2)
 
 
 def test_without_a_gpu_nothing_is_captured():
