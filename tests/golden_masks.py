@@ -173,8 +173,8 @@ def thinking(name):
     return messages
 
 
-def tool_use(name):
-    call = {"role": "assistant", "content": None if name == "deepseek-v3" else "", "tool_calls": CALL}
+def tool_use(_):
+    call = {"role": "assistant", "content": "", "tool_calls": CALL}
     return [*turns("U1"), call, {"role": "tool", "name": "f", "content": "R1"}, *turns("", "A1")[1:]]
 
 

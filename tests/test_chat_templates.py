@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from chats import ANSWER, EMPTY_THOUGHT, USER, chat, make_tokenizer, trained, turns
-from golden_masks import DATE, GOLDEN, LLAMA, THINKING, TWO_TURNS, answers, marked, thinking
+from golden_masks import DATE, GOLDEN, LLAMA, THINKING, TOOLS, TWO_TURNS, answers, marked, thinking, tool_use
 from transformers import AutoTokenizer
 
 from fastlm import tokenization
@@ -160,6 +160,18 @@ def test_keys_that_a_data_set_filled_with_none(tokenizer, name):
     filled = [{"tool_calls": None, "thinking": None, "reasoning_content": None} | m for m in turns("U", "A")]
     expected = templated.apply_chat_template(turns("U", "A"), tokenize=False)
     assert templated.apply_chat_template(filled, tokenize=False) == expected
+
+
+@pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if row.has_tools])
+def test_tool_calls_alone(tokenizer, name):
+    """No content, None and an empty one are the same."""
+    templated = get_chat_template(tokenizer, name)
+    messages = tool_use(name)
+    made = []
+    for content in ({}, {"content": None}, {"content": ""}):
+        call = {key: value for key, value in messages[1].items() if key != "content"} | content
+        made.append(templated.apply_chat_template([messages[0], call, *messages[2:]], tokenize=False))
+    assert made == [plain(TOOLS[name])] * 3
 
 
 @pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if not row.has_tools])

@@ -279,6 +279,13 @@ def test_two_processes(tokenizer, tmp_path):
     assert [trained(tokenizer, row) for row in trainer.train_dataset] == [ANSWERS] * 4
 
 
+def test_two_processes_by_the_template(tokenizer, tmp_path):
+    templated = get_chat_template(tokenizer, "qwen-3")
+    rows = conversation_rows("hello", "fine", n=4)
+    trainer = train_on_responses_only(sft(templated, rows, tmp_path), num_proc=2)
+    assert [trained(templated, row) for row in trainer.train_dataset] == [[f"{EMPTY_THOUGHT}fine<|im_end|>"]] * 4
+
+
 MARKERS = {
     "llama-3": tuple(f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant")),
     "mistral": ("[INST] ", "[/INST]"),

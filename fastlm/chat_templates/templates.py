@@ -108,11 +108,12 @@ _ALIASES = {
     "qwen-3-thinking": "qwen-3",
 }
 
-# data sets fill the keys that other rows have with None, and templates ask whether a key is there
+# data sets fill the keys that other rows have with None, and templates ask whether a key is there; a message of tool
+# calls alone has an empty content, with or without the key
 _NO_NONES = r"""
 {%- set filled = namespace(messages=[]) %}
 {%- for message in messages %}
-    {%- set content = {'content': none} if 'content' in message and message['content'] is none else {} %}
+    {%- set content = {'content': ''} if message['tool_calls'] and message.get('content') is none else {} %}
     {%- set keys = message.items() | rejectattr(1, 'none') | list %}
     {%- set filled.messages = filled.messages + [dict(keys, **content)] %}
 {%- endfor %}
