@@ -29,7 +29,7 @@ import transformers
 import trl
 
 import fastlm
-from fastlm import FastLanguageModel, checkpoints
+from fastlm import FastLanguageModel, checkpoints, guards
 
 STEPS, EVERY, KILLED = 6, 2, 4
 
@@ -228,6 +228,7 @@ def two_processes(folder: Path) -> None:
     result = dict(
         weights=weights,
         loaded=loaded,
+        **one_process_disturbed(folder),
         names=names,
         files=files,
         after=after_resume,
@@ -235,6 +236,32 @@ def two_processes(folder: Path) -> None:
     )
     torch.save(result, folder / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
+
+
+def one_process_disturbed(folder: Path) -> dict[str, object]:
+    """The second process alone has a loss that is not finite, and is alone told to stop: both skip, and both stop."""
+    trainer = make(folder / "disturbed")
+    (guard,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, guards.FiniteSteps)]
+    look, compute = guard.on_pre_optimizer_step, trainer.compute_loss
+    skipped = []
+
+    def compute_loss(*args, **kwargs):
+        loss = compute(*args, **kwargs)
+        return loss + float("inf") if dist.get_rank() == 1 and trainer.state.global_step == 1 else loss
+
+    def on_pre_optimizer_step(args, state, control, **kwargs):
+        look(args, state, control, **kwargs)
+        skipped.append(guard.n_skipped)
+        if dist.get_rank() == 1 and state.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer.compute_loss, guard.on_pre_optimizer_step = compute_loss, on_pre_optimizer_step
+    code = None
+    try:
+        trainer.train()
+    except SystemExit as end:
+        code = end.code
+    return dict(skipped=skipped, stopped_at=trainer.state.global_step, exit_code=code)
 
 
 def flip_a_bit(path: Path) -> None:

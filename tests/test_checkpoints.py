@@ -313,4 +313,5 @@ def test_two_processes_save_one_folder(tmp_path):
         assert after == [".checkpoint-6.damaged", "checkpoint-2", "checkpoint-4", "checkpoint-6"]
         assert rank["loaded"] == ["checkpoint-4"]
         training.assert_same_weights(rank["weights"], ranks[0]["weights"], TO_THE_BIT)
+        assert (rank["skipped"], rank["stopped_at"], rank["exit_code"]) == ([0, 1, 1], 3, 143)
         assert len(rank["errors"]) == 1 and "rng_state_1.pth is damaged" in rank["errors"][0]
