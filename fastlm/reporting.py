@@ -45,10 +45,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows, in the order of the model. Prints as a table; iterates as rows; `as_dicts()` for programs."""
+    """Rows, in the order of the model. Prints as a table; iterates as rows; `as_dicts()` for programs.
+
+    Attributes:
+        family: class and kind of the model.
+        rows: of the layers and of what stands around them.
+        graphs: how many calls of layers were replayed as CUDA graphs, or why none are; "" where none were wanted or possible so far.
+    """
 
     family: str
     rows: tuple[Row, ...]
+    graphs: str = ""
 
     def as_dicts(self) -> list[dict[str, Any]]:
         return [row.as_dict() for row in self.rows]
@@ -70,6 +77,8 @@ class Report:
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
+        if self.graphs:
+            lines.append(f"CUDA graphs: {self.graphs}")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -159,4 +168,5 @@ def report(model: nn.Module) -> Report:
     family = "not patched" if state is None else (state.family.model_type if state.family else base.config.model_type)
     implementation = base.config._attn_implementation
     suffix = "" if implementation == ATTENTION else f", attention implementation {implementation}"
-    return Report(family=f"{type(base).__name__} ({family}{suffix})", rows=tuple(rows))
+    graphs = "" if state is None or state.graphs is None else state.graphs.status
+    return Report(family=f"{type(base).__name__} ({family}{suffix})", rows=tuple(rows), graphs=graphs)

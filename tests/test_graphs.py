@@ -102,6 +102,8 @@ def test_replays_are_equal_to_the_bit(name, recomputes, device):
         for optimizer in optimizers:
             optimizer.step()
     assert replays(made) == 6 - WARM_UP and not graphs_of(made).reason
+    n_calls = (6 - WARM_UP) * made.config.num_hidden_layers
+    assert str(fastlm.report(made)).endswith(f"CUDA graphs: {n_calls} calls of layers replayed")
     assert graphs_of(eager) is None
 
 
@@ -316,6 +318,9 @@ def test_a_capture_that_fails_is_told_and_costs_no_number(caplog):
     for seed in range(WARM_UP + 2):
         assert_same(step(made, batch("cpu", seed)), step(eager, batch("cpu", seed)))
     assert replays(made) == 0 and "not permitted" in graphs_of(made).reason
+    assert fastlm.report(made).graphs.startswith(
+        "none any more, a CUDA graph could not be captured: operation not permitted"
+    )
     assert sum("without CUDA graphs" in record.message for record in caplog.records) == 1
 
 

@@ -321,6 +321,12 @@ class LayerGraphs:
     def is_empty(self) -> bool:
         return self._generation is None
 
+    @property
+    def status(self) -> str:
+        """For the report."""
+        parts = [f"{self.replays} calls of layers replayed"] if self.replays else []
+        return "; ".join(parts + ([f"none any more, {self.reason}"] if self.reason else []))
+
     def give_up(self, reason: str) -> None:
         """Capture nothing any more, and say why."""
         self.reason = reason
