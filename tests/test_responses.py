@@ -207,7 +207,9 @@ def test_rows_whose_answer_is_cut_off(tokenizer, tmp_path, caplog):
     ):
         train_on_responses_only(sft(tokenizer, [far], tmp_path, max_length=64), USER, ANSWER)
     short = len(tokenizer(TWO_TURNS.split("fine")[0])["input_ids"])
-    with pytest.raises(ValueError, match=f"all responses lie beyond max_length={short} "):
+    with pytest.raises(
+        ValueError, match=f"no label is left in 1 rows: 1 as long as max_length={short}, all responses lie beyond it"
+    ):
         train_on_responses_only(sft(tokenizer, [TWO_TURNS], tmp_path, max_length=short), USER, ANSWER)
 
 
@@ -413,9 +415,18 @@ def test_conversations_cut_by_the_trainer(tokenizer, tmp_path, caplog):
     trainer = train_on_responses_only(sft(templated, rows, tmp_path, max_length=64))
     assert [trained(templated, row) for row in trainer.train_dataset] == [["fine<|im_end|>"]]
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("fastlm")]
-    assert "2 of 3 in train_dataset (1 of them as long as max_length=64, so cut)" in warning
-    with pytest.raises(ValueError, match="no label is left.*max_length=64"):
+    assert "2 of 3 in train_dataset" in warning and "1 without an answer" in warning
+    assert "1 as long as max_length=64, all responses lie beyond it" in warning
+    assert warning.removesuffix(".").endswith(trainer.train_dataset.info.description.removeprefix("dropped "))
+    with pytest.raises(ValueError, match="no label is left in 1 rows: 1 as long as max_length=64"):
         train_on_responses_only(sft(templated, rows.select([1]), tmp_path, max_length=64))
+    with pytest.raises(ValueError, match="no label is left in 1 rows: 1 without an answer"):
+        train_on_responses_only(sft(templated, rows.select([2]), tmp_path, max_length=64))
+    ignored = datasets.Dataset.from_dict({"messages": [near], "input_ids": [[5]], "labels": [[-100]]})
+    trainer = sft(templated, rows.select([0]), tmp_path)
+    trainer.train_dataset = ignored
+    with pytest.raises(ValueError, match="no label is left in 1 rows: 1 had no label to train before"):
+        train_on_responses_only(trainer)
     # the other end holds the answer
     trainer = sft(templated, rows.select([1]), tmp_path, max_length=64, truncation_mode="keep_end")
     assert trained(templated, train_on_responses_only(trainer).train_dataset[0]) == ["yes<|im_end|>"]

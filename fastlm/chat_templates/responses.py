@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -113,20 +114,34 @@ def _mask_dataset(
         desc=f"Labels on the answers in {name}",
     )
     kept = masked.filter(is_trained, input_columns="labels", num_proc=num_proc, desc=f"Rows with an answer in {name}")
-    if len(kept) == 0:
-        raise ValueError(
-            f"{name}: no label is left. There is no answer in the rows, or all responses lie beyond max_length={max_length} "
-            "or are ignored by the labels that the rows had: raise max_length, or leave out what masks answers before "
-            "(completion_only_loss, a labels column)"
-        )
     dropped = len(dataset) - len(kept)
     if not dropped:
         return kept, ""
-    lost = masked.select_columns(["labels"]).filter(lambda labels: not is_trained(labels), input_columns="labels")
-    cut = sum(len(labels) == max_length for labels in lost["labels"])
-    told = f"{dropped} of {len(dataset)} in {name} ({cut} of them as long as max_length={max_length}, so cut)"
-    kept.info.description = "; ".join([*filter(None, [kept.info.description]), f"dropped {told}: no answer to train"])
+    reasons = _reasons(dataset, masked, max_length)
+    if len(kept) == 0:
+        raise ValueError(
+            f"{name}: no label is left in {dropped} rows: {reasons}. Raise max_length, leave out what masks answers before "
+            "(completion_only_loss, a labels column), or look at the rows with fastlm.data.preview"
+        )
+    told = f"{dropped} of {len(dataset)} in {name} ({reasons})"
+    kept.info.description = "; ".join([*filter(None, [kept.info.description]), f"dropped {told}"])
     return kept, told
+
+
+def _reasons(dataset: Any, masked: Any, max_length: int | None) -> str:
+    """Why rows have no label, with their numbers."""
+    lost = [n for n, labels in enumerate(masked.select_columns(["labels"])) if not is_trained(labels["labels"])]
+    before = dataset.select(lost)
+    had = before["labels"] if "labels" in dataset.column_names else [[0]] * len(lost)
+    counts: Counter[str] = Counter()
+    for ids, labels in zip(before["input_ids"], had, strict=True):
+        if not is_trained(labels):
+            counts["had no label to train before"] += 1
+        elif len(ids) == max_length:
+            counts[f"as long as max_length={max_length}, all responses lie beyond it"] += 1
+        else:
+            counts["without an answer"] += 1
+    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
 def _tokenizer_of(trainer: Trainer | None, tokenizer: Any) -> PreTrainedTokenizerBase:
@@ -256,7 +271,7 @@ def train_on_responses_only(
     trainer.train_dataset, trainer.eval_dataset = train, evaluated
     if dropped:
         logger.warning(
-            "Rows without any answer to train were dropped: %s. Where max_length cut their answers off, raise it.",
+            "Rows without any answer to train were dropped: %s.",
             ", ".join(dropped),
         )
     return trainer
