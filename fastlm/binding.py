@@ -249,6 +249,13 @@ def patch(
             raise RuntimeError(f"strict=True, but {stock[0] or 'the model'} would stay stock: {stock[1]}")
 
 
+def release_graphs(model: nn.Module) -> None:
+    """Give back the memory of captured layers: nobody trains for now."""
+    state = state_of(model)
+    if state is not None and state.graphs is not None:
+        state.graphs.release()
+
+
 def revert(model: nn.Module) -> None:
     """Give every module of the model its stock forward back, and the model its config.
 

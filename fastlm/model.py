@@ -306,6 +306,7 @@ class FastLanguageModel:
     def for_inference(model: nn.Module) -> nn.Module:
         """Put the model in evaluation mode with its key/value cache on, as generation wants it."""
         adapters.base_model(model).config.use_cache = True
+        binding.release_graphs(model)
         return model.eval()
 
     @staticmethod

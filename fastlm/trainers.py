@@ -258,6 +258,7 @@ class WholeCheckpoints:
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
+            binding.release_graphs(self.model)
             # an error ends a training without telling its callbacks
             for requests in self._callbacks_of(importlib.import_module("fastlm.signals").StopRequests):
                 requests.restore()

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import tiny
 import torch
+import training
 
 import fastlm
 import fastlm.block.graphs
@@ -292,6 +293,25 @@ def test_evaluation_gives_the_memory_back(device):
     for seed in range(WARM_UP + 2):
         assert_same(step(made, batch(device, seed)), step(eager, batch(device, seed)))
     assert not graphs_of(made).is_empty
+
+
+def test_memory_comes_back_when_training_ends():
+    made, _ = warmed("cpu")
+    fastlm.FastLanguageModel.for_inference(made)
+    assert graphs_of(made).is_empty
+    made = patched("cpu")
+    rows = [dict(input_ids=tiny.ids(1, 12, seed=seed)[0].tolist()) for seed in range(5)]
+    args = dict(
+        output_dir="unused",
+        use_cpu=True,
+        max_steps=5,
+        per_device_train_batch_size=1,
+        save_strategy="no",
+        report_to="none",
+    )
+    trainer = fastlm.FastLanguageModel.get_trainer(made, rows, args, processing_class=training.tokenizer())
+    trainer.train()
+    assert graphs_of(made).is_empty and graphs_of(made).replays
 
 
 def test_any_number_of_evaluations_leaves_captures_on():
