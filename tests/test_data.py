@@ -256,6 +256,11 @@ def test_more_wrong_arguments(tmp_path):
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "T"}]))
     with pytest.raises(ValueError, match=r"split 'test' is not there: the data set has \['train'\]"):
         load(splits, split="test")
+    (tmp_path / "a.jsonl").write_text('{"text": "T"}')
+    for source in (splits["train"], [{"text": "T"}], tmp_path / "a.jsonl"):
+        with pytest.raises(ValueError, match="split='test' is of a data set with several"):
+            load(source, split="test")
+    (tmp_path / "a.jsonl").unlink()
     (tmp_path / "a.bin").write_text("x")
     with pytest.raises(ValueError, match=r"a.bin is of no kind that is known: use one of .json"):
         load(tmp_path / "a.bin")

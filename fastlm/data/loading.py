@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# rows of a data set whose columns are looked at
-_SAMPLE = 1000
+# rows of a data set whose columns are looked at, which a stream has to fetch
+_SAMPLE = 100
 
 
 @dataclass

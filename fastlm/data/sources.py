@@ -120,6 +120,8 @@ def read(source: Any, split: str | None) -> Any:
         if path.is_dir() and ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
             source = datasets.load_from_disk(str(path))
         elif path.exists():
+            if split is not None:
+                raise ValueError(f"split={split!r} is of a data set with several: {path} is a file or folder of rows")
             return _files(path)
         elif path.suffix or str(source).count("/") > 1 or isinstance(source, os.PathLike) or path.is_absolute():
             raise ValueError(f"there is no file or folder {str(source)!r}")
@@ -132,7 +134,9 @@ def read(source: Any, split: str | None) -> Any:
         wanted = split or ("train" if "train" in source or len(source) != 1 else next(iter(source)))
         if wanted not in source:
             raise ValueError(f"split {wanted!r} is not there: the data set has {list(source)}")
-        source = source[wanted]
+        return source[wanted]
+    if split is not None:
+        raise ValueError(f"split={split!r} is of a data set with several: this source is {type(source).__name__}")
     if isinstance(source, (datasets.Dataset, datasets.IterableDataset)):
         return source
     if isinstance(source, list):
