@@ -21,6 +21,7 @@ import training
 import transformers
 from safetensors.torch import load_file, save_file
 
+import fastlm
 from fastlm import FastLanguageModel, checkpoints, files, template_check
 from fastlm.chat_templates import get_chat_template
 from fastlm.chat_templates.templates import TEMPLATES
@@ -203,7 +204,8 @@ def test_template_names_stay_names(base, tmp_path):
 def test_an_adapters_name_is_a_name_when_it_is_saved(base, tmp_path):
     model, _ = load(base)
     outside = tmp_path / "outside"
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]), adapter_name=str(outside))
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = fastlm.patch_model(peft.get_peft_model(model, config, adapter_name=str(outside)))
     with pytest.raises(ValueError, match="an adapter's name becomes a folder"):
         model.save_pretrained_merged(tmp_path / "saved", save_method="lora")
     if outside.exists() or (tmp_path / "saved").exists():
