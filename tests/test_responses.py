@@ -393,15 +393,19 @@ def conversation_rows(*contents, n=1, **columns):
 
 
 @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
-def test_conversations_cut_at_either_end(tokenizer, tmp_path, mode):
-    """Every length: the labels are those of the whole conversation, cut as the row was."""
-    templated = get_chat_template(tokenizer, "chatml")
-    messages = turns("one two", "fox jumps", "three", "four five six")
+@pytest.mark.parametrize("make", [make_tokenizer, make_spaced_tokenizer])
+def test_conversations_cut_at_either_end(tmp_path, make, mode):
+    """Every length: the labels are those of the whole conversation, cut as the row was.
+
+    The second tokenizer gives back a text with further spaces: there the ids tell where a row was cut.
+    """
+    templated = get_chat_template(make(), "chatml")
+    messages = turns("one two", "fox é jumps", "three", "four five six")
     whole = templated.apply_chat_template(messages, return_dict=False)
     rows = datasets.Dataset.from_dict({"messages": [messages]})
-    full = train_on_responses_only(sft(templated, rows, tmp_path)).train_dataset[0]
+    full = train_on_responses_only(sft(templated, rows, tmp_path, max_length=1024)).train_dataset[0]
     assert full["input_ids"] == whole
-    assert trained(templated, full) == ["fox jumps<|im_end|>", "four five six<|im_end|>"]
+    assert [text.strip() for text in trained(templated, full)] == ["fox é jumps<|im_end|>", "four five six<|im_end|>"]
     labels = function(templated, None, None)
     for length in range(1, len(whole) + 1):
         cut = slice(None, length) if mode == "keep_start" else slice(-length, None)

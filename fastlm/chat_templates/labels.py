@@ -39,12 +39,15 @@ class RowLabels:
         raise NotImplementedError
 
     def _row(self, row: dict[str, Any]) -> list[int]:
-        ids = [int(token) for token in row["input_ids"]]
+        ids = list(map(int, row["input_ids"]))
         labels = [IGNORED] * len(ids)
-        allowed = [int(label) for label in row.get("labels", ids)]
+        allowed = list(map(int, row.get("labels", ids)))
         masks = [row[name] for name in ("attention_mask", *(() if "labels" in row else MASKS)) if name in row]
         for answers in self.samples(row, ids):
             for answer in answers[-1:] if self.last_response_only else answers:
+                if not masks:
+                    labels[answer.start : answer.stop] = allowed[answer.start : answer.stop]
+                    continue
                 for position in answer:
                     if all(mask[position] for mask in masks):
                         labels[position] = allowed[position]
@@ -222,20 +225,28 @@ class ConversationLabels(RowLabels):
             tools=json.loads(tools) if isinstance(tools, str) else tools,
             **(row.get("chat_template_kwargs") or {}),
         )
-        tokens = self._tokens(text) if spans is not None else None
-        if tokens is None or spans is None:
+        if spans is None:
+            return None
+        # the row was prepared from this conversation, and may have been cut at either end
+        said, starts, ends = self.text(ids)
+        if said in (text[: len(said)], text[len(text) - len(said) :]):
+            cut = 0 if text.startswith(said) else len(text) - len(said)
+            found = [self._positions((start - cut, end - cut), ids, starts, ends) for start, end in spans]
+            return [each for each in found if len(each)]
+        # this tokenizer does not give back the text that it was given: compare the ids
+        tokens = self._tokens(text)
+        if tokens is None:
             return None
         whole, starts, ends = tokens
-        # the data set was prepared from this conversation and may have been cut at either end
         if whole[: len(ids)] == ids:
-            shift = 0
+            cut = 0
         elif len(ids) and whole[-len(ids) :] == ids:
-            shift = len(whole) - len(ids)
+            cut = len(whole) - len(ids)
         else:
             return None
         found = [self._positions(span, whole, starts, ends) for span in spans]
-        cut = [range(max(0, each.start - shift), min(len(ids), each.stop - shift)) for each in found]
-        return [each for each in cut if len(each)]
+        kept = [range(max(0, each.start - cut), min(len(ids), each.stop - cut)) for each in found]
+        return [each for each in kept if len(each)]
 
     def samples(self, row: dict[str, Any], ids: list[int]) -> list[list[range]]:
         answers = self._of_conversation(row, ids)
