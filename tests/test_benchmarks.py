@@ -1,5 +1,6 @@
 """The benchmarks' dry runs: what they would time, without a GPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -32,3 +33,40 @@ def test_every_op_runs_beside_torch(tmp_path):
 def test_times_need_a_name_and_a_gpu():
     done = run("ops.py", "--only", "rms_norm")
     assert done.returncode == 2 and ("--small" in done.stderr or "--run-id" in done.stderr)
+
+
+def test_steps_of_two_libraries_pass_or_fail_the_gate(tmp_path):
+    checkpoint = tmp_path / "tiny"
+    assert run("finetune.py", "make", "--model", "tiny", "--out", checkpoint).returncode == 0
+    common = ("--checkpoint", checkpoint, "--seq", 32, "--steps", 6, "--optim", "adamw_torch")
+    for impl, trainer in (("hf", "plain"), ("fastlm", "get_trainer")):
+        done = run("finetune.py", "run", "--impl", impl, "--trainer", trainer, "--out", tmp_path / impl, *common)
+        assert done.returncode == 0, done.stderr
+    results = {impl: json.loads((tmp_path / impl / "result.json").read_text()) for impl in ("hf", "fastlm")}
+    assert results["fastlm"]["model"] == "tiny" and len(results["fastlm"]["losses"]) == 6
+    # random rows and so few steps teach nothing, and the gate says so of both; all else agrees
+    done = run("finetune.py", "gate", tmp_path / "hf", tmp_path / "fastlm")
+    assert done.returncode == 1 and done.stdout.count("BAD") == 2, done.stdout
+    for impl, result in results.items():
+        result["losses"][-1] = result["losses"][0] * 0.8
+        (tmp_path / impl / "result.json").write_text(json.dumps(result))
+    done = run("finetune.py", "gate", tmp_path / "hf", tmp_path / "fastlm")
+    assert done.returncode == 0 and done.stdout.count("ok ") == 2, done.stdout
+    results["fastlm"]["losses"][2] *= 1.001
+    (tmp_path / "fastlm/result.json").write_text(json.dumps(results["fastlm"]))
+    assert run("finetune.py", "gate", tmp_path / "hf", tmp_path / "fastlm").returncode == 1
+
+
+def test_ragged_rows_have_the_lengths_of_real_text(tmp_path):
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import finetune
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(dict(text="a" * n)) + "\n" for n in (80, 400, 100_000)))
+    settings = dict(
+        impl="hf", checkpoint=tmp_path, out=tmp_path, setting="keep", mode="qlora", bs=2, seq=512, accum=1, trainer="plain",
+        optim="adamw_8bit", steps=20,
+    )  # fmt: skip
+    ragged = finetune.Run(**settings, data="ragged-padded", lengths=file)
+    assert set(finetune.row_lengths(ragged, 60)) == {20, 100, 512}
+    assert finetune.row_lengths(finetune.Run(**settings, data="dense", lengths=None), 3) == [512] * 3
