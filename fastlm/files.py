@@ -163,14 +163,14 @@ _LORA_TYPES: dict[str, tuple[type, ...]] = {
     "rank_pattern": (dict,), "alpha_pattern": (dict,), "modules_to_save": (list, _NONE), "init_lora_weights": (bool, str),
     "layers_pattern": _NAMES, "layers_to_transform": (int, list, _NONE), "target_parameters": (list, _NONE),
     "trainable_token_indices": (list, dict, _NONE), "layer_replication": (list, _NONE),
-    "eva_config": _TABLE, "loftq_config": _TABLE, "arrow_config": _TABLE, "kasa_config": _TABLE, "velora_config": _TABLE,
+    "eva_config": _TABLE, "loftq_config": _TABLE, "kasa_config": _TABLE, "velora_config": _TABLE,
     "monteclora_config": _TABLE, "use_bdlora": _TABLE,
 }  # fmt: skip
 _PEFT_TYPES: dict[str, tuple[type, ...]] = {
     "peft_type": (str, _NONE), "peft_version": (str, _NONE), "revision": (str, _NONE), "auto_mapping": _TABLE,
 }  # fmt: skip
-# settings that import a module by name or read further files: of use to who makes an adapter, not to who loads one
-_LORA_REFUSED = ("megatron_config", "corda_config", "lora_ga_config")
+# settings that import a module by name, or read further files or adapters: of use to who makes an adapter, not to who loads one
+_LORA_REFUSED = ("megatron_config", "corda_config", "lora_ga_config", "arrow_config")
 MAX_RANK = 4096
 
 
@@ -184,7 +184,7 @@ def check_adapter(path: str, settings: dict[str, Any]) -> None:
     if str(settings.get("peft_type")).upper() != "LORA":
         return
     for name in _LORA_REFUSED:
-        if settings.get(name):
+        if settings.get(name) is not None:
             raise ValueError(
                 f"{path} has {name}={settings[name]!r}, which imports or reads more than the adapter: remove it from the file"
             )

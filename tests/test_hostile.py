@@ -328,7 +328,7 @@ def test_code_of_a_model_needs_the_flag_that_says_so(base, tmp_path, canary, mon
     canary.unlink()
 
 
-@pytest.mark.parametrize("field", ["megatron_config", "corda_config", "lora_ga_config"])
+@pytest.mark.parametrize("field", ["megatron_config", "corda_config", "lora_ga_config", "arrow_config"])
 def test_an_adapter_imports_and_reads_nothing_else(adapter, tmp_path, field):
     here = copied(adapter, tmp_path / "here")
     edited(here / "adapter_config.json", megatron_core="antigravity", **{field: {"cache_file": "../x"}})
