@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastlm.chat_templates._token_text import TokenText
-from fastlm.chat_templates.labels import conversation_of, from_template
+from fastlm.chat_templates.labels import RowLabels, conversation_of, from_template
 from fastlm.chat_templates.spans import AnswerSpans, common_prefix
 from fastlm.data.statistics import IGNORED, Ends, Statistics, bounds, count, labels_of, warnings_of
 
@@ -190,19 +190,24 @@ class _Shown:
 
 def _tokenized(rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Rows that no trainer has prepared, as SFTTrainer and train_on_responses_only would."""
-    return [_of_chat(dict(row), tokenizer) or _of_texts(row, tokenizer) for row in rows]
+    chats = [conversation_of(dict(row)) for row in rows]
+    labels = from_template(tokenizer, None, last_response_only=False) if any(chats) else None
+    return [
+        _of_texts(row, tokenizer)
+        if messages is None or labels is None
+        else _of_chat(dict(row), messages, tokenizer, labels)
+        for row, messages in zip(rows, chats, strict=True)
+    ]
 
 
-def _of_chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    messages = conversation_of(row)
-    if messages is None:
-        return None
+def _of_chat(
+    row: dict[str, Any], messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, labels: RowLabels
+) -> dict[str, Any]:
     tools = row.get("tools")
     options = {
         "tools": json.loads(tools) if isinstance(tools, str) else tools,
         **(row.get("chat_template_kwargs") or {}),
     }
-    labels = from_template(tokenizer, None, last_response_only=False)
     ids = list(tokenizer.apply_chat_template(messages, return_dict=False, **options))
     made = {"input_ids": ids, **labels({**row, "input_ids": ids})}
     if row.get("messages") is None:
