@@ -33,6 +33,9 @@ def checkpoint_bytes(model: nn.Module, args: Any) -> int:
 
 
 def free_bytes(folder: str) -> int:
+    """On the disk of a folder, or of what is left of its path."""
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder) or "."
     return shutil.disk_usage(folder).free
 
 

@@ -294,6 +294,13 @@ def test_other_errors_of_a_save_stay_what_they_are(tmp_path):
     assert not list(tmp_path.glob("*checkpoint-*"))
 
 
+def test_a_save_into_a_folder_that_is_gone_is_told_of_too(tmp_path):
+    final = tmp_path / "gone" / "run" / "checkpoint-4"
+    said = output.save_error(FileNotFoundError(errno.ENOENT, "it is gone"), str(final), written=5, needed=7)
+    assert said.errno == errno.ENOENT and f"{final} could not be saved: it needs about 7 bytes" in str(said)
+    assert output.save_error(RuntimeError("CUDA out of memory"), str(final), written=5, needed=7) is None
+
+
 @both
 def test_a_disk_that_is_too_small_is_told_of_before_the_first_step(tmp_path, monkeypatch, caplog, plain):
     trainer = saving(tmp_path, plain, max_steps=1)
