@@ -9,6 +9,7 @@ Gradients leave through autograd as ever. All graphs of a model share one pool o
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import weakref
@@ -36,6 +37,12 @@ _EAGER_CALLS = 2
 _MAX_CHANGES = 16
 
 
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: cuBLAS keeps a workspace for every stream that it ever ran on."""
+    return torch.cuda.Stream(device)
+
+
 class Recorder:
     """Captures what runs on one device into CUDA graphs of one memory pool."""
 
@@ -45,7 +52,7 @@ class Recorder:
         torch.cuda.empty_cache()
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _stream(device)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture `run` without running its kernels. Returns what replays them on the current stream.
@@ -330,6 +337,7 @@ class LayerGraphs:
     def give_up(self, reason: str) -> None:
         """Capture nothing any more, and say why."""
         self.reason = reason
+        self.release()
         logger.warning("%s. Layers run without CUDA graphs from now on, which changes no value", reason)
 
     def apply(
