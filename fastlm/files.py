@@ -193,6 +193,9 @@ def check_adapter(path: str, settings: dict[str, Any]) -> None:
         names = settings.get(name)
         if isinstance(names, list) and not all(isinstance(one, str) for one in names):
             raise ValueError(f"{path} has {name}={names!r:.200}, which are no names of modules")
+    rows = settings.get("trainable_token_indices")
+    if isinstance(rows, dict) and not all(name and isinstance(numbers, list) for name, numbers in rows.items()):
+        raise ValueError(f"{path} has trainable_token_indices={rows!r:.200}, which are no rows of named embeddings")
     patterns = settings.get("rank_pattern") or {}
     regular = [settings.get(name) for name in ("target_modules", "exclude_modules")]
     for pattern in [*regular, *patterns, *(settings.get("alpha_pattern") or {})]:

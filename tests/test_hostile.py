@@ -382,9 +382,15 @@ def test_an_adapter_on_another_base_is_refused(adapter, base, tmp_path):
         load(here)
 
 
-def test_ranks_that_no_adapter_has_are_refused(adapter, tmp_path):
+def test_settings_that_no_adapter_has_are_refused(adapter, tmp_path):
     for number, change in enumerate(
-        [dict(r=10**9), dict(r=2.5), dict(rank_pattern={"q_proj": 10**9}), dict(rank_pattern=[1])]
+        [
+            dict(r=10**9),
+            dict(r=2.5),
+            dict(rank_pattern={"q_proj": 10**9}),
+            dict(rank_pattern=[1]),
+            dict(trainable_token_indices={"": 2}),
+        ]
     ):
         here = copied(adapter, tmp_path / str(number))
         edited(here / "adapter_config.json", **change)
