@@ -66,9 +66,7 @@ def patch_model(
     """
     check_flags(strict=strict, deterministic=deterministic, cuda_graphs=cuda_graphs)
     rounds_once = parse_lora_rounding(lora_rounding)
-    binding.patch(
-        model, strict=strict, deterministic=deterministic, rounds_once=rounds_once, cuda_graphs=cuda_graphs
-    )
+    binding.patch(model, strict=strict, deterministic=deterministic, rounds_once=rounds_once, cuda_graphs=cuda_graphs)
     trainers.serve_head(model)
     _bind_methods(model)
     return model
