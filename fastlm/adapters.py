@@ -151,7 +151,7 @@ _NOT_PLAIN_LORA = "{0.__module__}.{0.__name__} is not a plain LoRA linear"
 _NOT_PLAIN = "{0.__module__}.{0.__name__} is not a plain or 4-bit linear layer"
 
 
-def _adapter(module: Any) -> _Adapter | str:
+def _adapter(module: Any, asks_of_hooks: bool = True) -> _Adapter | str:
     """The adapter that is active on one of peft's plain LoRA layers, or why the layer must be called as a module."""
     if module.disable_adapters:
         return "a disabled adapter is still merged" if module.merged else _NO_ADAPTER
@@ -167,7 +167,7 @@ def _adapter(module: Any) -> _Adapter | str:
         return f"adapter {name!r} is a LoRA variant ({type(module.lora_variant[name]).__name__})"
     a, b = lora_a[name], modules["lora_B"]._modules[name]
     is_plain = type(a) is nn.Linear and type(b) is nn.Linear and tensor_of(b, "bias") is None
-    if not is_plain or _has_own_hooks(a) or _has_own_hooks(b):
+    if not is_plain or (asks_of_hooks and (_has_own_hooks(a) or _has_own_hooks(b))):
         return f"adapter {name!r} is more than two plain matrices"
     if not module.cast_input_dtype_enabled:
         return "its input cast is switched off"
@@ -176,7 +176,7 @@ def _adapter(module: Any) -> _Adapter | str:
         dropout = float(drop.p) if drop.training else 0.0
     elif not isinstance(drop, nn.Identity):
         return f"adapter {name!r} has a dropout of its own kind"
-    if _has_own_hooks(drop):
+    if asks_of_hooks and _has_own_hooks(drop):
         return f"adapter {name!r} has a dropout of its own kind"
     if dropout == 1.0:
         return "its dropout is 1"
@@ -184,9 +184,12 @@ def _adapter(module: Any) -> _Adapter | str:
 
 
 def unfit_adapter(module: nn.Module) -> str | None:
-    """Why a projection can run in no fused function as it is now, whatever its input: an adapter of another kind. None otherwise."""
+    """Why a projection can run in no fused function as it is now, whatever its input: an adapter of another kind. None otherwise.
+
+    Hooks come and go: a call that meets them says so.
+    """
     if is_plain_lora_layer(module):
-        found = _adapter(module)
+        found = _adapter(module, asks_of_hooks=False)
         return found if isinstance(found, str) else None
     if is_lora_layer(module):
         return _NOT_PLAIN_LORA.format(type(module))
