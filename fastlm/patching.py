@@ -6,6 +6,7 @@ model is patched on its own, a revert reaches calls through wrappers that captur
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -65,8 +66,13 @@ class Patch:
     recomputes: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        # functions and facts are shared, counts are not
-        return dataclasses.replace(self, fallbacks=Counter(self.fallbacks), elsewhere=Counter(self.elsewhere))
+        # functions are shared, counts are not; facts may hold what belongs to one model
+        return dataclasses.replace(
+            self,
+            facts=copy.deepcopy(self.facts, memo),
+            fallbacks=Counter(self.fallbacks),
+            elsewhere=Counter(self.elsewhere),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # a bound forward is pickled as its class's: what is loaded from a pickle is a stock module

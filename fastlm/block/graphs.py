@@ -1,15 +1,12 @@
-"""Decoder layers replayed as CUDA graphs: one launch for a pass instead of dozens, so that the host keeps ahead of the device.
+"""Which decoder layers are captured as CUDA graphs, and when: one launch for a pass instead of dozens keeps the host ahead of the device.
 
-A layer that meets the same call again (shapes, weights, adapters, plan) is captured, its forward and its backward apart, and replayed
-from then on. A replay runs the very kernels of the eager pass on the addresses of the capture, so values do not change. What a
-capture keeps for its backward stays in its memory: while somebody may still ask for that backward, further calls run eagerly.
-
-Gradients leave through autograd as ever. All graphs of a model share one pool of memory, which `release` gives back.
+A layer that meets the same call again (shapes, weights, adapters, plan) is captured (`captures.py`) and replayed from then on; what a
+replay would get wrong, or must share its memory with, runs eagerly. All captures of a model share one pool of memory, which `release`
+gives back.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import weakref
@@ -19,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fastlm.block.function import BlockFunction, refuse_second_derivative
+from fastlm.block.captures import Buffers, Passes, Place, Recorder, ReplayFunction, addresses, not_captured
+from fastlm.block.function import BlockFunction
 from fastlm.block.spec import Layer
-from fastlm_kernels.nf4 import NF4Weight
 
 logger = logging.getLogger(__name__)
 
@@ -33,213 +29,8 @@ logger = logging.getLogger(__name__)
 _LAUNCH_BOUND_FLOPS = 1.2e12
 # Equal calls in a row before one is captured: they compile and load what a capture may not.
 _EAGER_CALLS = 2
-# Each costs some eager steps and a capture: a run whose calls change again and again is better off without.
-_MAX_CHANGES = 16
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all captures on a device: cuBLAS keeps a workspace for every stream that it ever ran on."""
-    return torch.cuda.Stream(device)
-
-
-class Recorder:
-    """Captures what runs on one device into CUDA graphs of one memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        # what eager steps left behind would stand beside the pool
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = _stream(device)
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture `run` without running its kernels. Returns what replays them on the current stream.
-
-        Raises:
-            RuntimeError: if it does what cannot be captured, or memory is short. The device is as before then.
-        """
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            # other threads may allocate meanwhile: a data loader pins memory, a collective's watchdog asks for events
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            except BaseException:
-                _abandon(graph)
-                raise
-            graph.capture_end()
-        current.wait_stream(self._stream)
-        return graph.replay
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:
-    try:
-        graph.capture_end()
-    except RuntimeError as error:
-        # the error that ended the capture is the one to tell
-        logger.debug("ending a failed capture: %s", error)
-
-
-@dataclass
-class _Buffers:
-    """Memory that all captures of a device use in turn, each only while it runs."""
-
-    made: dict[tuple[Any, ...], Tensor]
-
-    def get(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        key = (name, shape, like.dtype)
-        if key not in self.made:
-            self.made[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
-        return self.made[key]
-
-
-class _Passes:
-    """The forward and backward of one layer for one key, captured.
-
-    Attributes:
-        x: [B, S, D], the input that the graphs read. It may be the output of the layer before, which then writes it in place.
-        out: [B, S, D], the output that the forward writes.
-        user: dies with the right to ask for the backward of the last replay; None before the first.
-    """
-
-    def __init__(
-        self,
-        key: tuple[Any, ...],
-        recorder: Any,
-        buffers: _Buffers,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        layer: Layer,
-        tensors: Sequence[Tensor | None],
-        reads_in_place: bool,
-    ) -> None:
-        x, cos, sin = inputs
-        self.key, self._recorder, self._layer = key, recorder, layer
-        self.x = x.detach() if reads_in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
-        self.tables = torch.empty_like(cos), torch.empty_like(sin)
-        # as tensors of their own: that each call writes new values into this memory is no change behind autograd's back
-        self.leaf, self.leaves = _leaf(self.x, x.requires_grad), _leaves(tensors)
-        self._wanted = [t for t in self.leaves if t is not None and t.requires_grad]
-        # the gradient of the output arrives where that of the input leaves, as each layer's does for the layer below
-        self.gradient = buffers.get("gradient", tuple(x.shape), x)
-        size = sum(t.numel() for t in self._wanted)
-        self._flat = buffers.get("adapters", (size,), self._wanted[0]) if self._wanted else None
-        self.user: weakref.ref[Tensor] | None = None
-        self._edge: GradientEdge | None = None
-        self._replay_backward: Callable[[], None] | None = None
-        self.load(*inputs)
-        self._replay_forward = recorder.record(self._forward)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody can ask for the backward of the last replay any more."""
-        return self.user is None or self.user() is None
-
-    def _forward(self) -> None:
-        with torch.enable_grad():
-            out = BlockFunction.apply(self.leaf, *(t.data for t in self.tables), self._layer, *self.leaves)
-        # the graph without its output keeps what the backward reads
-        self._edge, self.out = get_gradient_edge(out), out.detach()
-
-    def _backward(self) -> None:
-        wanted = [*([self.leaf] if self.leaf.requires_grad else []), *self._wanted]
-        assert self._edge is not None
-        grads = list(torch.autograd.grad(self._edge, wanted, self.gradient, retain_graph=True))
-        if self.leaf.requires_grad:
-            self.gradient.copy_(grads.pop(0))
-        if self._flat is not None:
-            torch.cat([grad.reshape(-1) for grad in grads], out=self._flat)
-
-    def load(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Put a call's inputs where the graphs read them."""
-        if x.data_ptr() != self.x.data_ptr():
-            self.x.copy_(x.detach())
-        torch._foreach_copy_(list(self.tables), [cos, sin])
-
-    def replay_forward(self) -> None:
-        self._replay_forward()
-
-    def replay_backward(self, dy: Tensor) -> list[Tensor | None]:
-        """Gradients of the layer's tensors from that of its output; that of its input is in `gradient`.
-
-        Raises:
-            RuntimeError: as `Recorder.record`, the first time.
-        """
-        if dy.data_ptr() != self.gradient.data_ptr():
-            self.gradient.copy_(dy)
-        if self._replay_backward is None:
-            self._replay_backward = self._recorder.record(self._backward)
-        self._replay_backward()
-        if self._flat is None:
-            return [None] * len(self.leaves)
-        # one copy for all: they are the caller's, who may keep them
-        flat = self._flat.clone()
-        parts = iter(flat.split([t.numel() for t in self._wanted]))
-        return [None if t is None or not t.requires_grad else next(parts).view(t.shape) for t in self.leaves]
-
-    def eager_backward(
-        self, dy: Tensor, layer: Layer, tensors: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The same from a forward made again, with the tensors as they are now."""
-        leaf, leaves = _leaf(self.x, self.leaf.requires_grad), _leaves(tensors)
-        with torch.enable_grad():
-            out = BlockFunction.apply(leaf, *self.tables, layer, *leaves)
-        wanted = [t for t in (leaf, *leaves) if t is not None and t.requires_grad]
-        grads = iter(torch.autograd.grad(out, wanted, dy))
-        dx, *rest = [None if t is None or not t.requires_grad else next(grads) for t in (leaf, *leaves)]
-        return dx, rest
-
-
-def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """The same memory as a tensor of its own."""
-    return tensor.data.requires_grad_(requires_grad)
-
-
-def _leaves(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [None if t is None else _leaf(t, t.requires_grad) for t in tensors]
-
-
-def _not_captured(error: RuntimeError) -> str:
-    return f"a CUDA graph could not be captured: {str(error).splitlines()[0]}"
-
-
-class _ReplayFunction(torch.autograd.Function):
-    """`BlockFunction` through captured passes."""
-
-    @staticmethod
-    def forward(ctx, x, cos, sin, passes, layer, place, graphs, *tensors):  # type: ignore[override]
-        passes.load(x, cos, sin)
-        passes.replay_forward()
-        # freed by autograd together with everything saved: after the backward, unless the graph is retained, or with the graph
-        mark = torch.empty(0)
-        passes.user = weakref.ref(mark)
-        ctx.passes, ctx.layer, ctx.place, ctx.graphs = passes, layer, place, graphs
-        ctx.save_for_backward(mark, *tensors)
-        return passes.out.detach() if place.feeds_a_layer else passes.out.clone()
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[override]
-        refuse_second_derivative()
-        passes, layer = ctx.passes, ctx.layer
-        for group in layer.groups:
-            group.refuse_changes()
-        _, *tensors = ctx.saved_tensors
-        needs_dx = ctx.needs_input_grad[0]
-        is_current = _addresses(layer, tensors) == passes.key[-1]
-        if is_current and not ctx.graphs.reason:
-            try:
-                grads = passes.replay_backward(dy)
-            except RuntimeError as error:
-                ctx.graphs.give_up(_not_captured(error))
-            else:
-                dx = None
-                if needs_dx:
-                    dx = passes.gradient.detach() if ctx.place.follows_a_layer else passes.gradient.clone()
-                return dx, None, None, None, None, None, None, *grads
-        dx, grads = passes.eager_backward(dy, layer, tensors)
-        return dx, None, None, None, None, None, None, *grads
+# A capture costs about as much as an eager step: so many in a row that were replayed less often than this, and it is not tried again.
+_MAX_WASTED, _WORTH = 16, 8
 
 
 class StackCall:
@@ -257,27 +48,13 @@ class StackCall:
         return Place(self.n_unwatched > 0 and index > 0, index < self.n_unwatched - 1)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a layer stands. Between two layers that nobody looks in between, hidden states and their gradients are handed on in the
-    graphs' own memory; elsewhere they are copied out of it.
-
-    Attributes:
-        follows_a_layer: nothing but the layer before reads the gradient of its input.
-        feeds_a_layer: nothing but the next layer reads its output.
-    """
-
-    follows_a_layer: bool
-    feeds_a_layer: bool
-
-
 @dataclass
 class _Entry:
     """What one layer met: the last key, how often in a row, and its captured passes."""
 
     key: tuple[Any, ...] | None = None
     times: int = 0
-    passes: _Passes | None = None
+    passes: Passes | None = None
 
 
 @dataclass
@@ -287,11 +64,13 @@ class _Generation:
 
     Attributes:
         call: in which its forwards are captured.
+        n_before: replays of earlier generations.
         devices: what records on each device, and the buffers there.
     """
 
     call: StackCall
-    devices: dict[torch.device, tuple[Any, _Buffers]]
+    n_before: int
+    devices: dict[torch.device, tuple[Any, Buffers]]
 
 
 class LayerGraphs:
@@ -307,7 +86,7 @@ class LayerGraphs:
         self._make_recorder = make_recorder
         self.reason = ""
         self.replays = 0
-        self._n_changes = 0
+        self._n_wasted = 0
         self.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -363,7 +142,7 @@ class LayerGraphs:
         if passes is None:
             return BlockFunction.apply(*inputs, layer, *tensors)
         self.replays += 1
-        return _ReplayFunction.apply(*inputs, passes, layer, place, self, *tensors)
+        return ReplayFunction.apply(*inputs, passes, layer, place, self, *tensors)
 
     def _passes(
         self,
@@ -373,55 +152,58 @@ class LayerGraphs:
         inputs: tuple[Tensor, Tensor, Tensor],
         layer: Layer,
         tensors: Sequence[Tensor | None],
-    ) -> _Passes | None:
+    ) -> Passes | None:
         """The captured passes that serve this call, captured now if it is time to; None where it must run eagerly."""
-        if self.reason or not self._can_capture(inputs[0], layer, tensors):
+        if self.reason or not torch.is_grad_enabled():
             return None
-        key = _key(inputs, layer, tensors)
+        key = _key(inputs, layer, tensors) if self._can_capture(inputs[0], layer, tensors) else None
         entry = self._entries.setdefault(module, _Entry())
         entry.times = entry.times + 1 if entry.key == key else 1
         entry.key = key
-        if entry.passes is not None and entry.passes.key == key:
+        if key is not None and entry.passes is not None and entry.passes.key == key:
             return entry.passes if entry.passes.is_free else None
-        if entry.times <= _EAGER_CALLS:
-            return None
-        if self._generation is not None and self._generation.call is not call:
-            # all anew, from the first layer of the next call on
-            self._forget_passes()
-            self._barred = weakref.ref(call)
-        if self._barred is not None and self._barred() is call:
+        is_wanted = key is not None and entry.times > _EAGER_CALLS
+        if self._generation is not None and (
+            entry.passes is not None or (is_wanted and self._generation.call is not call)
+        ):
+            # this call needs the memory, or captures that the others must share: all anew, from the first layer of a later call on
+            self._forget_passes(call)
+        is_barred = self._barred is not None and self._barred() is call
+        if not is_wanted or is_barred or self.reason:
             return None
         if self._generation is None:
-            self._generation = _Generation(call, {})
+            self._generation = _Generation(call, self.replays, {})
         return self._capture(entry, self._generation.devices, place, inputs, layer, tensors)
 
-    def _forget_passes(self) -> None:
-        self._generation = None
+    def _forget_passes(self, call: StackCall) -> None:
+        assert self._generation is not None
+        n_replays = self.replays - self._generation.n_before
+        self._n_wasted = self._n_wasted + 1 if n_replays < _WORTH * len(self._entries) else 0
+        self._generation, self._barred = None, weakref.ref(call)
         for entry in self._entries.values():
             entry.passes = None
-        self._n_changes += 1
-        if self._n_changes == _MAX_CHANGES:
-            self.give_up(f"shapes, adapters or settings changed for the {_MAX_CHANGES}th time")
+        if self._n_wasted == _MAX_WASTED:
+            self.give_up(f"shapes, adapters or settings changed {_MAX_WASTED} times in a row after a few steps")
 
     def _capture(
         self,
         entry: _Entry,
-        devices: dict[torch.device, tuple[Any, _Buffers]],
+        devices: dict[torch.device, tuple[Any, Buffers]],
         place: Place,
         inputs: tuple[Tensor, Tensor, Tensor],
         layer: Layer,
         tensors: Sequence[Tensor | None],
-    ) -> _Passes | None:
+    ) -> Passes | None:
         x = inputs[0]
         reads_in_place = place.follows_a_layer and self._is_output(x)
         try:
             if x.device not in devices:
-                devices[x.device] = (self._make_recorder or Recorder)(x.device), _Buffers({})
+                devices[x.device] = (self._make_recorder or Recorder)(x.device), Buffers({})
             recorder, buffers = devices[x.device]
             assert entry.key is not None
-            entry.passes = _Passes(entry.key, recorder, buffers, inputs, layer, tensors, reads_in_place)
+            entry.passes = Passes(entry.key, recorder, buffers, inputs, layer, tensors, reads_in_place)
         except RuntimeError as error:
-            self.give_up(_not_captured(error))
+            self.give_up(not_captured(error))
         return entry.passes
 
     def _can_capture(self, x: Tensor, layer: Layer, tensors: Sequence[Tensor | None]) -> bool:
@@ -429,8 +211,7 @@ class LayerGraphs:
             return False
         trained = [t for t in tensors if t is not None and t.requires_grad]
         return (
-            torch.is_grad_enabled()
-            and bool(trained)
+            bool(trained)
             and len({t.dtype for t in trained}) == 1
             # where samples lie differs from batch to batch
             and layer.layout is None
@@ -456,26 +237,6 @@ def _flops(x: Tensor, layer: Layer) -> int:
     return 2 * sizes * x.shape[0] * x.shape[1]
 
 
-def _weight_addresses(weight: Tensor | NF4Weight) -> tuple[int, ...]:
-    if isinstance(weight, Tensor):
-        return (weight.data_ptr(),)
-    parts = (weight.packed, weight.absmax, weight.nested_absmax, weight.nested_code, weight.nested_offset)
-    return tuple(0 if part is None else part.data_ptr() for part in parts)
-
-
-def _addresses(layer: Layer, tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Where all that a layer reads lies, beside its inputs."""
-    found = [a for group in layer.groups for weight in group.weights for a in _weight_addresses(weight)]
-    found += [
-        0 if tensor is None else tensor.data_ptr()
-        for norm in layer.norms
-        if norm is not None
-        for tensor in (norm.weight, norm.bias)
-    ]
-    found += [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return tuple(found)
-
-
 def _key(inputs: tuple[Tensor, Tensor, Tensor], layer: Layer, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """All that the kernels of a call depend on, beside the values in memory. Addresses last."""
     x = inputs[0]
@@ -487,6 +248,7 @@ def _key(inputs: tuple[Tensor, Tensor, Tensor], layer: Layer, tensors: Sequence[
         *(norm and (norm.eps, norm.weight_offset, norm.casts_before_weight, norm.is_layer_norm) for norm in layer.norms),
         tuple(t is not None and t.requires_grad for t in tensors),
         torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0,
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        _addresses(layer, tensors),
+        addresses(layer, tensors),
     )  # fmt: skip

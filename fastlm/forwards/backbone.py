@@ -204,11 +204,23 @@ def _is_watched(embeddings: nn.Module) -> bool:
 
 def _unwatched(layers: nn.ModuleList) -> int:
     """The number of layers if only the next one reads what each returns, else 0."""
-    for layer in layers:
+    for i, layer in enumerate(layers):
         patch = patch_of(layer)
         if patch is None or patch.part != "block" or not patch.active or adapters.has_hooks(layer):
             return 0
+        if layer.self_attn.layer_idx != i:
+            # somebody took layers out or moved them
+            return 0
     return len(layers)
+
+
+def _release_graphs(layers: nn.ModuleList) -> None:
+    """Give back the memory of captured layers: an evaluation may need it."""
+    for layer in layers:
+        patch = patch_of(layer)
+        if patch is not None and patch.part == "block" and patch.facts.graphs is not None:
+            patch.facts.graphs.release()
+            return
 
 
 def forward(
@@ -222,6 +234,8 @@ def forward(
     **kwargs: Any,
 ) -> Any:
     stock = patch_of(self).stock
+    if not self.training:
+        _release_graphs(self.layers)
     rows = input_ids if input_ids is not None else inputs_embeds
     if self.config._attn_implementation == ATTENTION and rows is not None and kwargs.get(_LAYOUT) is None:
         layout = None

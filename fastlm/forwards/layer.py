@@ -290,9 +290,6 @@ def _run(
     """The block, replayed where it was captured."""
     if graphs is not None and call is not None and self.training:
         return graphs.apply(self, call, self.self_attn.layer_idx, inputs, layer, tensors)
-    if graphs is not None and not self.training and not graphs.is_empty:
-        # an evaluation may need the memory
-        graphs.release()
     return BlockFunction.apply(*inputs, layer, *tensors)
 
 
@@ -325,6 +322,9 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
             hidden_states = hidden_states.detach()
         cos, sin = tables.read(*kwargs["position_embeddings"])
         return _run(self, facts.graphs, call, (hidden_states, cos, sin), layer, tensors)
+    if call is not None and call.n_unwatched and facts.graphs is not None and not facts.graphs.is_empty:
+        # modules that run instead may be looked into: what they read or pass on must not lie where a captured neighbour writes
+        hidden_states, call.n_unwatched = hidden_states.clone(), 0
     if recomputes:
         kwargs |= {"past_key_values": None, "use_cache": False}
     config = self.self_attn.config
