@@ -15,13 +15,9 @@ import trl
 from torch import nn
 
 from fastlm.keywords import current, split_trainer
+from fastlm.trainers import is_bfloat16_supported
 
 logger = logging.getLogger(__name__)
-
-
-def is_bfloat16_supported() -> bool:
-    """Whether bf16=True works here: on a GPU of compute capability 8.0 or newer, and without a GPU."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
 is_bf16_supported = is_bfloat16_supported

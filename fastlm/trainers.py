@@ -386,12 +386,13 @@ def _as_dataset(rows: Any) -> Any:
     )
 
 
-def _has_bf16() -> bool:
+def is_bfloat16_supported() -> bool:
+    """Whether bf16=True works here: on a GPU of compute capability 8.0 or newer, and without a GPU."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _refuse_bf16(is_asked: bool | None) -> None:
-    if is_asked and not _has_bf16():
+    if is_asked and not is_bfloat16_supported():
         raise ValueError(
             f"bf16=True needs compute capability 8.0, {torch.cuda.get_device_name()} is older: use fp16=True"
         )
@@ -405,5 +406,5 @@ def _choose_precision(model: nn.Module, settings: dict[str, Any]) -> None:
     if "bf16" in settings or "fp16" in settings:
         return
     dtype = adapters.base_model(model).dtype
-    settings["bf16"] = dtype is torch.bfloat16 and _has_bf16()
+    settings["bf16"] = dtype is torch.bfloat16 and is_bfloat16_supported()
     settings["fp16"] = dtype is torch.float16 and torch.cuda.is_available()
