@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from fastlm.optimizers import FusedAdamW, Verdict
 from fastlm.output import MarkedCheckpoints, OutputFolder
 from fastlm.signals import Leave, StopRequests
 
@@ -65,8 +66,10 @@ class FiniteSteps(TrainerCallback):
     The gradients are set to None, which every optimizer passes over: weights and moments stay as they are. float16 training has a
     gradient scaler that skips by itself, and whose overflows are no fault: there only losses count.
 
+    A `FusedAdamW` is told on the device instead, and skips there: nobody waits, and the host hears of it at the next step.
+
     Attributes:
-        n_skipped: optimizer steps so far.
+        n_skipped: optimizer steps so far, as far as the host has heard.
     """
 
     def __init__(self, max_in_a_row: int = MAX_SKIPPED_STEPS) -> None:
@@ -76,6 +79,8 @@ class FiniteSteps(TrainerCallback):
         self._losses: Tensor | None = None
         # what is wrong with the step in hand; None before anybody looked, "" for nothing
         self._fault: str | None = None
+        # what an optimizer was told of the step of this number, until it is heard
+        self._told: tuple[int, Verdict] | None = None
 
     def add_loss(self, loss: Tensor) -> None:
         """Take note of the loss of a part of a step, a scalar. Reads nothing from the device."""
@@ -98,20 +103,49 @@ class FiniteSteps(TrainerCallback):
             self._fault = ""
             return
         wrong = [name for name, gradient in gradients.items() if not _all_finite([gradient], None, is_shared=False)]
-        if not wrong:
-            self._fault = "the loss is not finite"
+        self._fault = _fault_of(wrong, len(gradients))
+
+    def leave_to(self, optimizer: FusedAdamW, model: nn.Module, norm: Tensor, step: int) -> None:
+        """Let the optimizer's next step do nothing if this one is not finite, without a wait. First hear of the step before.
+
+        Args:
+            model: whose gradients.
+            norm: of all of them, on their device, as `optimizer.clip_grad_norm` measured it.
+            step: its number, from 1.
+
+        Raises:
+            FloatingPointError: after too many steps in a row before this one.
+        """
+        self._hear(model)
+        losses, self._losses = self._losses, None
+        bad = _any_bad([norm], losses)
+        if bad is not None:
+            self._told = step, optimizer.step_only_if(bad == 0)
+
+    def _hear(self, model: nn.Module) -> None:
+        """Of the last step that was left to the optimizer."""
+        told, self._told = self._told, None
+        if told is None:
             return
-        self._fault = f"the gradient of {wrong[0]} is not finite, the first of {len(wrong)} among {len(gradients)}"
+        step, verdict = told
+        if verdict.is_taken():
+            self._in_a_row = 0
+            return
+        params = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        bad = verdict.not_finite()
+        self._skipped(step, _fault_of([name for name, p in params if p in bad], len(params)))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.n_skipped = self._in_a_row = 0
-        self._losses = self._fault = None
+        self._losses = self._fault = self._told = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """
         Raises:
             FloatingPointError: after too many steps in a row.
         """
+        if self._told is not None and self._told[0] == state.global_step + 1:
+            return
         if self._fault is None:
             if args.fp16:
                 return
@@ -122,9 +156,11 @@ class FiniteSteps(TrainerCallback):
             return
         for p in model.parameters():
             p.grad = None
+        self._skipped(state.global_step + 1, fault)
+
+    def _skipped(self, step: int, fault: str) -> None:
         self.n_skipped += 1
         self._in_a_row += 1
-        step = state.global_step + 1
         logger.warning("step %d is skipped: %s", step, fault)
         if self._in_a_row >= self._max_in_a_row:
             raise FloatingPointError(
@@ -132,13 +168,21 @@ class FiniteSteps(TrainerCallback):
                 f"of step {step - self._in_a_row}. Lower learning_rate or look at the rows of these steps"
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._hear(model)
         if self.n_skipped:
             logger.warning("%d of %d steps were skipped: they were not finite", self.n_skipped, state.global_step)
 
 
-def _all_finite(gradients: list[Tensor], losses: Tensor | None, is_shared: bool = True) -> bool:
-    """Whether all of this is finite, in every process; one read from the device."""
+def _fault_of(wrong: list[str], n_gradients: int) -> str:
+    """What to say of a step: the names of parameters whose gradients are not finite, of so many."""
+    if not wrong:
+        return "the loss is not finite"
+    return f"the gradient of {wrong[0]} is not finite, the first of {len(wrong)} among {n_gradients}"
+
+
+def _any_bad(gradients: list[Tensor], losses: Tensor | None, is_shared: bool = True) -> Tensor | None:
+    """[] float32 on the device: more than 0 if some of this is not finite, in any process. None for nothing at all."""
     parts = []
     if gradients:
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -146,11 +190,17 @@ def _all_finite(gradients: list[Tensor], losses: Tensor | None, is_shared: bool 
     if losses is not None:
         parts.append(losses.to(parts[0].device) if parts else losses)
     if not parts:
-        return True
+        return None
     bad = torch.stack([part.float().reshape(()) for part in parts]).isfinite().all().logical_not().float()
     if is_shared and dist.is_available() and dist.is_initialized():
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-    return not bad.item()
+    return bad
+
+
+def _all_finite(gradients: list[Tensor], losses: Tensor | None, is_shared: bool = True) -> bool:
+    """Whether all of this is finite, in every process; one read from the device."""
+    bad = _any_bad(gradients, losses, is_shared)
+    return bad is None or not bad.item()
 
 
 class SecretToken(TrainerCallback):

@@ -1,20 +1,16 @@
-"""AdamW whose step is a few launches however many tensors there are, and its place in a transformers Trainer."""
+"""AdamW whose step is a few launches however many tensors there are."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from fastlm_kernels import adamw
 from fastlm_kernels._dynamic_map import QUANT_BLOCK, dynamic_map
-
-logger = logging.getLogger(__name__)
 
 # of one parameter's state: torch.optim.AdamW's names, and those of bitsandbytes, which keeps its own in a dict of their own in a state_dict
 _TORCH_MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -87,6 +83,42 @@ class _Work:
         return not (self.others or self.has_copies)
 
 
+class Verdict:
+    """Whether a step is taken, decided on the device. The step obeys it there; the host hears of it when it asks.
+
+    Args:
+        is_taken: [] bool on a device.
+        sums: of some tensors: their parameters, which of them each sum of squares is of, and the sums.
+
+    Attributes:
+        slots: what the step works on, once it was called.
+    """
+
+    def __init__(self, is_taken: Tensor, sums: list[tuple[list[Tensor], Tensor, Tensor]]) -> None:
+        self._sums, self.slots = sums, list[_Slot]()
+        self._on_device = is_taken.to(torch.int32)
+        self._told = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=is_taken.is_cuda)
+        self._told.copy_(is_taken, non_blocking=True)
+        self._arrival = torch.cuda.Event() if is_taken.is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record(torch.cuda.current_stream(is_taken.device))
+
+    def on(self, device: torch.device) -> Tensor:
+        """[] int32 on this device: 1 if the step is taken, else 0."""
+        return self._on_device.to(device, non_blocking=True)
+
+    def is_taken(self) -> bool:
+        """Waits for the device until it has come as far as to decide."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return bool(self._told)
+
+    def not_finite(self) -> set[Tensor]:
+        """The parameters whose gradients' squares had no finite sum. Reads them from the device."""
+        found = [(params, of[~sums.isfinite()].unique().tolist()) for params, of, sums in self._sums]
+        return {params[number] for params, numbers in found for number in numbers}
+
+
 class FusedAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW, or bitsandbytes' AdamW8bit, over all tensors in a few launches; nothing waits for the GPU.
 
@@ -139,6 +171,11 @@ class FusedAdamW(torch.optim.Optimizer):
         self._measured: tuple[list[Any], _Work] | None = None
         # what the next step multiplies gradients by
         self._factors: dict[torch.device, Tensor] = {}
+        # the sums of squares that the last clip took, as Verdict takes them
+        self._sums: list[tuple[list[Tensor], Tensor, Tensor]] = []
+        # of the next step, and of the last one, if it was not yet heard
+        self._verdict: Verdict | None = None
+        self._unheard: Verdict | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as every torch optimizer does; its own settings stand before the defaults.
@@ -158,6 +195,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise TypeError(f"parameters must have a real float dtype, got {param.dtype}")
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         own = dict(state_dtype=self.state_dtype, min_8bit_size=self.min_8bit_size, _full_precision=self._full_precision)
         return super().__getstate__() | own
 
@@ -248,23 +286,22 @@ class FusedAdamW(torch.optim.Optimizer):
             TypeError: for a sparse gradient.
             ValueError: if max_norm is not positive.
         """
+        self._settle()
         if not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}; leave the call out for no clip")
         work = self._gather()
         is_clip = max_norm != float("inf")
-        by_device: dict[torch.device, list[adamw.TensorSet]] = {}
-        for part in self._sets.values():
-            by_device.setdefault(part.device, []).append(part)
-        found = {device: adamw.clip_of(parts, max_norm, device) for device, parts in by_device.items()}
+        found = self._clips(work, max_norm)
         self._measured = (self._places(), work) if work.drop_grads() else None
         if len(found) == 1 and not work.others:
-            ((device, pair),) = found.items()
-            self._factors = {device: pair[1]} if is_clip else {}
-            return pair[0]
-        norms = [pair[0] for pair in found.values()]
-        norms += [
-            torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for _, g, _ in work.others
-        ]
+            ((device, clip),) = found.items()
+            self._factors = {device: clip.factor} if is_clip else {}
+            return clip.norm
+        norms = [clip.norm for clip in found.values()]
+        for slot, grad, _ in work.others:
+            norms.append(torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)))
+            sums = norms[-1].detach()[None]
+            self._sums.append(([slot.param], torch.zeros_like(sums, dtype=torch.int32), sums))
         if not norms:
             return torch.zeros(())
         norm = torch.linalg.vector_norm(torch.stack([part.to(norms[0].device, non_blocking=True) for part in norms]))
@@ -273,6 +310,39 @@ class FusedAdamW(torch.optim.Optimizer):
         self._factors = {device: factor.to(device, non_blocking=True) for device in devices}
         return norm
 
+    def _clips(self, work: _Work, max_norm: float) -> dict[torch.device, adamw.Clip]:
+        """Of each device with gradients for the kernels. Keeps the sums of squares."""
+        by_device: dict[torch.device, list[adamw.Kind]] = {}
+        for kind in self._sets:
+            by_device.setdefault(kind.device, []).append(kind)
+        found, self._sums = {}, []
+        for device, kinds in by_device.items():
+            parts = [self._sets[kind] for kind in kinds]
+            found[device] = adamw.clip_of(parts, max_norm, device)
+            sums = found[device].partial.split([part.n_blocks for part in parts])
+            for kind, part, own in zip(kinds, parts, sums, strict=True):
+                self._sums.append(([slot.param for slot in work.fused[kind][0]], part.blocks, own))
+        return found
+
+    def step_only_if(self, finite: Tensor) -> Verdict:
+        """Makes the next `step` leave everything as it is where this says so; nobody waits for it.
+
+        Args:
+            finite: [] bool, on the device of a gradient.
+
+        Returns:
+            The verdict, to be asked once the device has come so far: before the next `clip_grad_norm` by whoever cares when it waits.
+        """
+        self._verdict = Verdict(finite, self._sums)
+        return self._verdict
+
+    def _settle(self) -> None:
+        """A step that was not taken does not count: the next one has its number."""
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None and not unheard.is_taken():
+            for slot in unheard.slots:
+                slot.state["step"] -= 1
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step over all parameters that have a gradient. Returns what the closure returns, if one is given."""
@@ -280,7 +350,9 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._settle()
         factors, self._factors = self._factors, {}
+        verdict, self._verdict = self._verdict, None
         # what was measured is still held by the tables, unless somebody touched the gradients since
         measured, self._measured = self._measured, None
         work = measured[1] if measured is not None and measured[0] == self._places() else self._gather()
@@ -289,15 +361,21 @@ class FusedAdamW(torch.optim.Optimizer):
             if part.device not in sent:
                 sent[part.device] = adamw.send_scalars(rows, part.device)
             factor = factors.get(part.device)
-            part.step(sent[part.device], None if factor is None else factor.float())
+            taken = None if verdict is None else verdict.on(part.device)
+            part.step(sent[part.device], None if factor is None else factor.float(), taken)
         for slot, grad, row in work.others:
+            if verdict is not None and not verdict.is_taken():
+                break
             adamw.adamw_torch_(slot.param, grad, slot.moments, rows[row], factors.get(grad.device))
         for slot in work.slots:
             slot.state["step"] += 1
+        if verdict is not None:
+            verdict.slots, self._unheard = work.slots, verdict
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The state, laid out as the optimizer of the same moments lays it out."""
+        self._settle()
         packed = super().state_dict()
         packed["state"] = {key: self._packed(state) for key, state in packed["state"].items()}
         return packed
@@ -349,94 +427,3 @@ class FusedAdamW(torch.optim.Optimizer):
         for name, moment in moments.items():
             moment.copy_(state[name])
         return dict(step=int(state["step"]), **moments)
-
-
-# TrainingArguments.optim -> the dtype of the moments of what FusedAdamW stands in for
-_STANDS_IN_FOR: dict[str, torch.dtype | None] = {
-    "adamw_torch": None,
-    "adamw_torch_fused": None,
-    "adamw_8bit": torch.uint8,
-    "adamw_bnb_8bit": torch.uint8,
-}
-# where launches are what a step costs; on a CPU torch's own step is as fast
-_DEVICES: tuple[str, ...] = ("cuda",)
-# accelerate's names of runs in which each process has whole parameters and gradients
-_WHOLE = ("NO", "MULTI_CPU", "MULTI_GPU")
-
-
-class FusedStep:
-    """Part of a transformers Trainer: on GPUs, AdamW in a few launches, and the clip in the same pass, where the arguments ask for AdamW.
-
-    The clip is done by the optimizer's step as it reads the gradients: callbacks before the step see them unclipped. The norm stays on
-    the device until it is logged. All else is the Trainer's.
-    """
-
-    # Trainer's
-    args: Any
-    model: Any
-    accelerator: Any
-    optimizer: Any
-    optimizer_cls_and_kwargs: Any
-    # the optimizer made here
-    _fused: FusedAdamW | None = None
-
-    @property
-    def clips_in_step(self) -> bool:
-        """Whether gradients stay as they are until the optimizer's step, which clips what it reads."""
-        return self._fused is not None
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
-            # made or chosen by the user
-            return super().create_optimizer(model)  # type: ignore[misc]
-        opt_model: nn.Module = self.model if model is None else model
-        name = next((name for name in _STANDS_IN_FOR if self.args.optim == name), None)
-        reason = f"optim={self.args.optim.value}" if name is None else self._stock_reason(opt_model)
-        if name is not None and reason is None:
-            self.optimizer_cls_and_kwargs = (FusedAdamW, self._settings(opt_model, _STANDS_IN_FOR[name]))
-        try:
-            made = super().create_optimizer(model)  # type: ignore[misc]
-        finally:
-            self.optimizer_cls_and_kwargs = None
-        self._fused = made if isinstance(made, FusedAdamW) else None
-        if self._fused is None:
-            logger.info("optimizer: %s, as transformers makes it (%s)", type(made).__name__, reason)
-        else:
-            kept = "8-bit moments" if self._fused.is_8bit else "moments in the parameters' dtype"
-            logger.info("optimizer: FusedAdamW with %s, in place of %s", kept, name)
-        return made
-
-    def _stock_reason(self, model: nn.Module) -> str | None:
-        """Why the Trainer's own optimizer stays, or None."""
-        if self.accelerator.distributed_type.value not in _WHOLE:
-            return f"parameters are not whole under {self.accelerator.distributed_type.value}"
-        for param in model.parameters():
-            if param.requires_grad and isinstance(param, DTensor):
-                return "a trained parameter is a DTensor"
-            if param.requires_grad and param.device.type not in _DEVICES:
-                return f"a trained parameter is on {param.device}"
-        return None
-
-    def _settings(self, model: nn.Module, state_dtype: torch.dtype | None) -> dict[str, Any]:
-        args = self.args
-        settings = dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
-        # Trainer tells bitsandbytes to keep the moments of embeddings in float32
-        weights = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-        return settings | dict(state_dtype=state_dtype, full_precision=[w for w in weights if w.requires_grad])
-
-    def _is_fused(self) -> bool:
-        """Whether the optimizer made here is the one in use, by itself or in accelerate's wrapper."""
-        return self._fused is not None and self._fused in (self.optimizer, vars(self.optimizer).get("optimizer"))
-
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if self._fused is None or not self._is_fused():
-            return super()._clip_grad_norm(model)  # type: ignore[misc]
-        # does nothing without a GradScaler
-        self.accelerator.unscale_gradients()
-        return self._fused.clip_grad_norm(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if self._fused is None or not self._is_fused() or grad_norm is not None:
-            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        self.accelerator.unscale_gradients()
-        return self._fused.clip_grad_norm()

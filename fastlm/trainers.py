@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 
 from fastlm import adapters, binding, checkpoints
 from fastlm.forwards.causal_lm import TOKEN_OUTPUT
-from fastlm.optimizers import FusedStep
 from fastlm.patching import opaque, patch_of
+from fastlm.steps import CountedOnce, DeviceMetrics, FusedStep, short_walks
 from fastlm_kernels.linear_cross_entropy import TokenStats
 
 logger = logging.getLogger(__name__)
@@ -149,8 +150,11 @@ class WholeCheckpoints:
     accelerator: Any
     model: Any
     callback_handler: Any
-    # FusedStep's
+    # FusedStep's and DeviceMetrics'
     clips_in_step: bool
+    fused_optimizer: Any
+    filtered_loss: Callable[[Tensor], Tensor]
+    filter_on_device: Callable[[], contextlib.AbstractContextManager[None]]
     # where a save is being written instead of in the output folder
     _stage: str | None = None
 
@@ -218,14 +222,17 @@ class WholeCheckpoints:
             guard.add_loss(loss)
             if self.accelerator.sync_gradients and not self.clips_in_step:
                 guard.look(self.model, has_scaler=self.args.fp16)
-        return loss
+        return self.filtered_loss(loss)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
         if self.clips_in_step:
             # it was measured anyway, and the gradients are still as the backward left them
             for guard in self._callbacks_of(guards().FiniteSteps):
-                guard.look(self.model, has_scaler=self.args.fp16, norm=norm)
+                if self.args.fp16:
+                    guard.look(self.model, has_scaler=True, norm=norm)
+                else:
+                    guard.leave_to(self.fused_optimizer, self.model, norm, self.state.global_step + 1)
         return norm
 
     def _send_telemetry(self) -> None:
@@ -256,7 +263,8 @@ class WholeCheckpoints:
             given = os.fspath(resume_from_checkpoint)
             _agreed(lambda: checkpoints.verify(given))
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            with self.filter_on_device(), short_walks(self.model):
+                return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             binding.release_graphs(self.model)
             # an error ends a training without telling its callbacks
@@ -274,22 +282,6 @@ def guards() -> Any:
 def output() -> Any:
     """fastlm.output, as `guards`."""
     return importlib.import_module("fastlm.output")
-
-
-class CountedOnce:
-    """Part of a transformers Trainer: the model's parameters are counted once, not by a walk over all modules at every step."""
-
-    _flops_per_input: int | None = None
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """6 x inputs x parameters outside the embeddings, as Trainer counts."""
-        n_inputs = inputs["input_ids"].numel() if "input_ids" in inputs else 0
-        if self._flops_per_input is not None and n_inputs:
-            return self._flops_per_input * n_inputs
-        counted: int = super().floating_point_ops(inputs)  # type: ignore[misc]
-        if n_inputs:
-            self._flops_per_input = counted // n_inputs
-        return counted
 
 
 def _agreed(look: Callable[[], str | None]) -> str | None:
@@ -312,7 +304,7 @@ def _agreed(look: Callable[[], str | None]) -> str | None:
 def _trainer_class() -> type:
     """The subclass of TRL's trainer, made when it is first asked for: importing fastlm imports no trl."""
     names = dict(__module__=__name__, __qualname__="CheckpointedSFTTrainer", __doc__=WholeCheckpoints.__doc__)
-    parts = (WholeCheckpoints, FusedStep, CountedOnce, importlib.import_module("trl").SFTTrainer)
+    parts = (WholeCheckpoints, DeviceMetrics, FusedStep, CountedOnce, importlib.import_module("trl").SFTTrainer)
     return type("CheckpointedSFTTrainer", parts, names)
 
 
@@ -336,8 +328,8 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
 
     Returns:
         The trainer, of a subclass that computes what a plain SFTTrainer with the same arguments does, steps as
-        `fastlm.optimizers.FusedStep` and writes checkpoints as `WholeCheckpoints` says, with `fastlm.callbacks` in it. Reporting that
-        fails is switched off and does not end the training.
+        `fastlm.steps` says, without waiting for the GPU between two logs, and writes checkpoints as `WholeCheckpoints` says, with
+        `fastlm.callbacks` in it. Reporting that fails is switched off and does not end the training.
 
     Raises:
         TypeError: if args is neither, or an argument is unknown to SFTConfig.
@@ -363,6 +355,9 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
     elif state is not None:
         _log_default_length(state, args)
     _refuse_bf16(args.bf16 and not args.use_cpu)
+    if args.dataloader_pin_memory and not args.use_cpu:
+        # accelerate's own option: batches leave pinned memory without a wait for what the device is doing
+        args.accelerator_config.non_blocking = True
     kwargs["callbacks"] = guards().for_whole_checkpoints(kwargs.get("callbacks"))
     trainer = _trainer_class()(model=model, train_dataset=train_dataset, args=args, **kwargs)
     guards().shield_reporting(trainer.callback_handler.callbacks)

@@ -13,13 +13,13 @@ import torch.distributed as dist
 import training
 import trl
 
-from fastlm import optimizers, trainers
+from fastlm import optimizers, steps, trainers
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     # get_trainer leaves a CPU torch's own
-    optimizers._DEVICES = ("cpu",)
+    steps._DEVICES = ("cpu",)
     dist.init_process_group("gloo")
     found = {}
     for name in ("ours", "stock"):

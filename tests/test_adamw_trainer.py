@@ -9,7 +9,7 @@ import training
 import transformers
 import trl
 
-from fastlm import optimizers, trainers
+from fastlm import steps, trainers
 from fastlm.optimizers import FusedAdamW
 
 
@@ -22,7 +22,7 @@ def trainer(model, folder, **args):
 @pytest.fixture
 def on_any_device(monkeypatch):
     """Without a GPU get_trainer keeps torch's optimizer: here it takes ours, whose CPU path computes the same."""
-    monkeypatch.setattr(optimizers, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(steps, "_DEVICES", ("cpu", "cuda"))
 
 
 ADAMS = ["adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit"]
@@ -90,10 +90,10 @@ def test_embeddings_keep_float32_moments_as_with_bitsandbytes(on_any_device, tmp
 
 
 def test_the_log_says_which_optimizer_runs(tmp_path, caplog, monkeypatch):
-    with caplog.at_level(logging.INFO, logger="fastlm.optimizers"):
+    with caplog.at_level(logging.INFO, logger="fastlm.steps"):
         on_cpu = trainer(training.ours(), tmp_path, max_steps=1)
         on_cpu.train()
-        monkeypatch.setattr(optimizers, "_DEVICES", ("cpu",))
+        monkeypatch.setattr(steps, "_DEVICES", ("cpu",))
         trainer(training.ours(), tmp_path, max_steps=1).train()
         trainer(training.ours(), tmp_path, optim="adamw_8bit", max_steps=1).train()
         stays = trainer(training.ours(), tmp_path, optim="sgd", max_steps=1)

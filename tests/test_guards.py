@@ -18,7 +18,7 @@ import transformers
 import trl
 
 import fastlm
-from fastlm import FastLanguageModel, checkpoints, guards, optimizers, output
+from fastlm import FastLanguageModel, checkpoints, guards, output, steps
 
 TO_THE_BIT = 0.0
 NOT_FINITE = {"nan": float("nan"), "inf": float("inf")}
@@ -106,7 +106,7 @@ def test_every_optimizer_skips(tmp_path, plain, optim):
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_a_step_that_clips_in_the_optimizer_skips_and_names(tmp_path, caplog, monkeypatch, clip, optim):
     """Where one norm serves the clip, the log and the look at what is finite."""
-    monkeypatch.setattr(optimizers, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(steps, "_DEVICES", ("cpu",))
     trainer = make(tmp_path, max_steps=3, optim=optim, max_grad_norm=clip)
     name = poison(trainer, float("nan"), (2,))
     before = []

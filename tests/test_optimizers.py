@@ -303,22 +303,24 @@ def test_behind_a_gradient_scaler(path, overflows):
 @pytest.mark.gpu
 def test_hundreds_of_tensors_on_the_gpu():
     """As many as a 1B model's adapters: bfloat16, one launch each for sums, norm and update, whatever moved since the last step."""
-    shapes = [(16, 2048), (2048, 16)] * 112
-    made_of = []
-    for make in (FusedAdamW, torch.optim.AdamW):
+    shapes, made_of = [(16, 2048), (2048, 16)] * 112, {}
+    for name, make, dtype in (
+        ("ours", FusedAdamW, torch.bfloat16),
+        ("torch", torch.optim.AdamW, torch.bfloat16),
+        ("truth", torch.optim.AdamW, torch.float64),
+    ):
         generator = torch.Generator(device="cuda").manual_seed(0)
-        draw = lambda shape, generator=generator: torch.randn(shape, device="cuda", generator=generator)
-        params = [torch.nn.Parameter(draw(shape).bfloat16()) for shape in shapes]
+        draw = lambda shape, generator=generator: torch.randn(shape, device="cuda", generator=generator).bfloat16()
+        params = [torch.nn.Parameter(draw(shape).to(dtype)) for shape in shapes]
         optimizer = make(params, **SETTINGS)
         for _ in range(3):
             for p in params:
-                p.grad = draw(p.shape).bfloat16()
-            if make is FusedAdamW:
+                p.grad = draw(p.shape).to(dtype)
+            if name == "ours":
                 optimizer.clip_grad_norm(1.0)
             else:
                 torch.nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
-        made_of.append(params)
-    for a, b in zip(*made_of, strict=True):
-        # torch rounds the clipped gradient and the norm to bfloat16, and so does every step the value
-        torch.testing.assert_close(a, b, rtol=2**-6, atol=SETTINGS["lr"] * 2**-3)
+        made_of[name] = torch.cat([p.detach().double().flatten() for p in params])
+    ours, stock = (made_of[name] - made_of["truth"] for name in ("ours", "torch"))
+    assert ours.square().mean() <= stock.square().mean() and ours.abs().max() <= 2 * stock.abs().max()

@@ -11,7 +11,8 @@ they are rounded to codes, and a value whose clipped gradient is not finite stay
 bitsandbytes.
 
 Addresses travel in tables: one of the parameters and moments, sent to the GPU when one of them moves, and one of the gradients, which
-move at every step. The norm is summed in a fixed order: one partial sum a block, added up by one program. Nothing waits for the GPU.
+move at every step. The norm is summed in a fixed order: one partial sum a block, added up by one program. Whether the step is taken at
+all may be decided on the GPU. Nothing waits for it.
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ _SCALARS = 8
 
 
 @triton.jit
-def _place(blocks_ptr, table_ptr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Of this program: its tensor, the number of its first value there, and how many values are left from that on."""
+def _place(
+    blocks_ptr, table_ptr, taken_ptr,
+    FIELDS: tl.constexpr, BLOCK: tl.constexpr, IS_ALIGNED: tl.constexpr, HAS_VERDICT: tl.constexpr,
+):  # fmt: skip
+    """Of this program: its tensor, the number of its first value there, and how many values are left from that on: none without a step."""
     block = tl.program_id(0)
     tensor = tl.load(blocks_ptr + block).to(tl.int64)
     first = (block - tl.load(table_ptr + tensor * FIELDS + 7)) * BLOCK
     left = tl.minimum(tl.load(table_ptr + tensor * FIELDS) - first, BLOCK).to(tl.int32)
+    if HAS_VERDICT:
+        left *= tl.load(taken_ptr)
     if IS_ALIGNED:
         left = tl.multiple_of(left, 16)
     return tensor, first, left
@@ -64,7 +70,7 @@ def _adamw_squares_kernel(
     blocks_ptr, table_ptr, addresses_ptr, grad_ptr, partial_ptr,
     FIELDS: tl.constexpr, BLOCK: tl.constexpr, IS_ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    tensor, first, left = _place(blocks_ptr, table_ptr, FIELDS, BLOCK, IS_ALIGNED)
+    tensor, first, left = _place(blocks_ptr, table_ptr, blocks_ptr, FIELDS, BLOCK, IS_ALIGNED, False)
     offs = tl.arange(0, BLOCK)
     grads_ptr = _pointer(addresses_ptr, tensor, grad_ptr, first, IS_ALIGNED)
     grad = tl.load(grads_ptr + offs, mask=offs < left, other=0.0).to(tl.float32)
@@ -86,10 +92,11 @@ def _adamw_norm_kernel(partial_ptr, norm_ptr, max_norm, n_cols, BLOCK: tl.conste
 
 @triton.jit
 def _adamw_kernel(
-    blocks_ptr, table_ptr, addresses_ptr, scalars_ptr, factor_ptr, param_ptr, grad_ptr, moment_ptr,
+    blocks_ptr, table_ptr, addresses_ptr, scalars_ptr, factor_ptr, taken_ptr, param_ptr, grad_ptr, moment_ptr,
     FIELDS: tl.constexpr, BLOCK: tl.constexpr, IS_ALIGNED: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_VERDICT: tl.constexpr,
 ):  # fmt: skip
-    tensor, first, left = _place(blocks_ptr, table_ptr, FIELDS, BLOCK, IS_ALIGNED)
+    tensor, first, left = _place(blocks_ptr, table_ptr, taken_ptr, FIELDS, BLOCK, IS_ALIGNED, HAS_VERDICT)
     offs = tl.arange(0, BLOCK)
     mask = offs < left
     fields = tensor * FIELDS
@@ -128,11 +135,11 @@ def _quantize(value, bounds_ptr):
 
 @triton.jit
 def _adamw_8bit_kernel(
-    blocks_ptr, table_ptr, addresses_ptr, scalars_ptr, factor_ptr, param_ptr, grad_ptr, moment_ptr, codes_ptr,
+    blocks_ptr, table_ptr, addresses_ptr, scalars_ptr, factor_ptr, taken_ptr, param_ptr, grad_ptr, moment_ptr, codes_ptr,
     FIELDS: tl.constexpr, BLOCK: tl.constexpr, IS_ALIGNED: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    QUANT_BLOCK: tl.constexpr,
+    HAS_VERDICT: tl.constexpr, QUANT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    tensor, first, left = _place(blocks_ptr, table_ptr, FIELDS, BLOCK, IS_ALIGNED)
+    tensor, first, left = _place(blocks_ptr, table_ptr, taken_ptr, FIELDS, BLOCK, IS_ALIGNED, HAS_VERDICT)
     rows = tl.arange(0, BLOCK // QUANT_BLOCK)
     offs = rows[:, None] * QUANT_BLOCK + tl.arange(0, QUANT_BLOCK)[None, :]  # [BLOCK // QUANT_BLOCK, QUANT_BLOCK]
     mask, mask_rows = offs < left, rows * QUANT_BLOCK < left
@@ -252,6 +259,7 @@ class TensorSet:
     Attributes:
         device: of all of them.
         n_blocks: how many partial sums of squares it gives.
+        blocks: [n_blocks] int32 on the device, which tensor each of them is of.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -282,26 +290,28 @@ class TensorSet:
             blocks = torch.arange(len(slots), dtype=torch.int32, device="cpu").repeat_interleave(counts)
             places = torch.tensor(rows, dtype=torch.int64, device="cpu") * _SCALARS
             table = torch.cat([table, places[:, None], firsts[:, None]], 1)
-            self._table, self._blocks = (_send(t, t.dtype, self.device) for t in (table, blocks))
+            self._table, self.blocks = (_send(t, t.dtype, self.device) for t in (table, blocks))
             self.n_blocks, self._lines = blocks.numel(), lines
 
     def squares(self, partial: Tensor) -> None:
         """Writes the sums of the gradients' squares: partial is [n_blocks] float32."""
         if self.n_blocks:
-            tables = (self._blocks, self._table, self._addresses)
+            tables = (self.blocks, self._table, self._addresses)
             _adamw_squares_kernel[(self.n_blocks,)](*tables, self._typed[1], partial, **self._options)
 
-    def step(self, rows: Tensor, factor: Tensor | None) -> None:
+    def step(self, rows: Tensor, factor: Tensor | None, taken: Tensor | None = None) -> None:
         """Updates all parameters and moments in place.
 
         Args:
             rows: [rows, 8] float32, `send_scalars`' on this device.
             factor: [] float32 on this device, multiplies the gradients; None for 1.
+            taken: [] int32 on this device: 1, or 0 to leave everything as it is; None for 1.
         """
         if not self.n_blocks:
             return
-        arguments = (self._blocks, self._table, self._addresses, rows, rows if factor is None else factor, *self._typed)
-        options = dict(self._options, HAS_FACTOR=factor is not None)
+        optional = (rows if factor is None else factor, self.blocks if taken is None else taken)
+        arguments = (self.blocks, self._table, self._addresses, rows, *optional, *self._typed)
+        options = dict(self._options, HAS_FACTOR=factor is not None, HAS_VERDICT=taken is not None)
         with _current(self.device):
             if self._is_8bit:
                 arguments += (code_tables(self.device),)
@@ -310,8 +320,20 @@ class TensorSet:
                 _adamw_kernel[(self.n_blocks,)](*arguments, **options)
 
 
-def clip_of(sets: Sequence[TensorSet], max_norm: float, device: torch.device) -> Tensor:
-    """The norm of all gradients that these sets of one device hold, and what clips them to max_norm: [2] float32."""
+class Clip(NamedTuple):
+    """What the gradients on one device give.
+
+    norm, factor: [] float32; the factor clips them to what was asked for.
+    partial: [blocks] float32, the sums of squares, of each set in turn.
+    """
+
+    norm: Tensor
+    factor: Tensor
+    partial: Tensor
+
+
+def clip_of(sets: Sequence[TensorSet], max_norm: float, device: torch.device) -> Clip:
+    """The norm of all gradients that these sets of one device hold, and what clips them to max_norm."""
     partial = torch.empty(sum(part.n_blocks for part in sets), dtype=torch.float32, device=device)
     found, start = torch.empty(2, dtype=torch.float32, device=device), 0
     with _current(device):
@@ -320,7 +342,7 @@ def clip_of(sets: Sequence[TensorSet], max_norm: float, device: torch.device) ->
             start += part.n_blocks
         options = dict(BLOCK=_SUM_BLOCK, num_warps=_NUM_WARPS)
         _adamw_norm_kernel[(1,)](partial, found, float(max_norm), partial.numel(), **options)
-    return found
+    return Clip(found[0], found[1], partial)
 
 
 def adamw_torch_(param: Tensor, grad: Tensor, moments: Moments, row: Sequence[float], factor: Tensor | None) -> None:
@@ -397,7 +419,7 @@ def adamw(
         tensors = TensorSet(kind)
         tensors.hold([slot], [grad], [0])
         if max_norm is not None:
-            factor = clip_of([tensors], max_norm, param.device)[1]
+            factor = clip_of([tensors], max_norm, param.device).factor
         tensors.step(send_scalars([row], param.device), factor)
     else:
         if max_norm is not None:
@@ -437,12 +459,13 @@ def _strided(inputs):
 
 
 def _builds(cc, dtype):
-    types = dict.fromkeys(("table_ptr", "addresses_ptr"), "*i64") | dict(blocks_ptr="*i32", max_norm="fp32")
+    types = dict.fromkeys(("table_ptr", "addresses_ptr"), "*i64") | dict.fromkeys(("blocks_ptr", "taken_ptr"), "*i32")
+    types["max_norm"] = "fp32"
     types |= dict.fromkeys(("scalars_ptr", "factor_ptr", "partial_ptr", "norm_ptr", "codes_ptr"), "*fp32")
     for is_aligned in (True, False):
         sizes = dict(FIELDS=_FIELDS, BLOCK=_BLOCK, IS_ALIGNED=is_aligned)
         yield build(_adamw_squares_kernel, dtype, sizes, _NUM_WARPS, types)
-        options = dict(sizes, HAS_FACTOR=True)
+        options = dict(sizes, HAS_FACTOR=True, HAS_VERDICT=True)
         yield build(_adamw_kernel, dtype, options, _NUM_WARPS, types)
         yield build(_adamw_kernel, dtype, options, _NUM_WARPS, types | dict(moment_ptr="*fp32"))
         types_8bit = types | dict(moment_ptr="*u8")
