@@ -1,9 +1,12 @@
 """The folder of a merged save: shards, what a failure leaves behind, and mistakes that are errors before anything moves."""
 
+import itertools
 import json
 import logging
 import math
+import multiprocessing
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from exported import assert_close, logits, make, reload, same_bits, shake, tenso
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 
-from fastlm.export import save_pretrained_merged
+from fastlm.export import folders, save_pretrained_merged
 
 
 def test_shards_and_the_files_around_them(tmp_path):
@@ -165,3 +168,74 @@ def test_files_get_the_usual_permissions(tmp_path):
     mask = os.umask(0)
     os.umask(mask)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+SIZES = {1.0: "5GB", 2.0: "10KB"}
+
+
+def save_as(value, model, target):
+    with torch.no_grad():
+        model.get_base_model().model.norm.weight.fill_(value)
+    save_pretrained_merged(model, target, max_shard_size=SIZES[value])
+
+
+def save_by_turns(model, target):
+    for value in itertools.cycle((2.0, 1.0)):
+        save_as(value, model, target)
+
+
+def saved_value(target, wanted):
+    """Which of the two saves a folder holds; an error if it is not whole."""
+    content = tensors(target)
+    assert set(content) == wanted
+    files = {path.name for path in target.glob("model*")}
+    if files != {"model.safetensors"}:
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        assert {*index["weight_map"].values(), "model.safetensors.index.json"} == files
+    value = 1.0 if files == {"model.safetensors"} else 2.0
+    assert (content["model.norm.weight"] == value).all()
+    return value
+
+
+def test_a_kill_at_any_moment_leaves_one_whole_save(tmp_path):
+    model, target = with_lora(make("llama")), tmp_path / "out"
+    save_as(1.0, model, target)
+    (target / "notes.txt").write_text("mine")
+    wanted = set(tensors(target))
+    context = multiprocessing.get_context("fork")
+    for turn in range(20):
+        child = context.Process(target=save_by_turns, args=(model, target))
+        child.start()
+        time.sleep(0.01 + 0.02 * turn)
+        child.kill()
+        child.join()
+        saved_value(target, wanted)
+        assert (target / "notes.txt").read_text() == "mine"
+    save_as(2.0, model, target)
+    assert saved_value(target, wanted) == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    model, target = with_lora(make("llama")), tmp_path / "out"
+    save_pretrained_merged(model, target, max_shard_size="10KB")
+    (target / "notes.txt").write_text("mine")
+    (target / "link").symlink_to("notes.txt")
+    save_pretrained_merged(model, target)
+    assert [path.name for path in target.glob("model*")] == ["model.safetensors"]
+    assert (target / "notes.txt").read_text() == "mine" and (target / "link").is_symlink()
+    # killed between its two renames
+    target.rename(tmp_path / ".out.replaced")
+    save_pretrained_merged(model, target)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"] and (target / "notes.txt").exists()
+
+
+def test_a_mount_point_is_written_file_by_file(tmp_path, monkeypatch):
+    model, target = with_lora(make("llama")), tmp_path / "out"
+    save_pretrained_merged(model, target, max_shard_size="10KB")
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == target)
+    node = target.stat().st_ino
+    save_pretrained_merged(model, target)
+    assert target.stat().st_ino == node
+    assert [path.name for path in target.iterdir() if path.name[:5] in ("model", ".out.")] == ["model.safetensors"]

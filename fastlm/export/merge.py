@@ -7,15 +7,13 @@ complete: after an error the target holds what it held before.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import logging
 import os
 import re
 import shutil
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from transformers.dynamic_module_utils import custom_object_save
 
 from fastlm import adapters
+from fastlm.export.folders import staging
 from fastlm.export.weights import PLAIN_DTYPES, Source, effective_weights
 
 logger = logging.getLogger(__name__)
@@ -79,8 +78,6 @@ def save_pretrained_merged(
     _check_method(save_method)
     base = _base_model(model)
     target = Path(save_directory).resolve()
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"save_directory must be a folder, got the file {target}")
     if save_method == "lora":
         if not (adapters.is_peft_model(model) or base._hf_peft_config_loaded):
             raise ValueError(
@@ -88,7 +85,7 @@ def save_pretrained_merged(
                 f"save a model without an adapter with 'merged_16bit'"
             )
         _check_adapter_names(model)
-        with _staging(target) as folder:
+        with staging(target) as folder:
             if (target / "README.md").exists():
                 # PEFT adds its tags to the card that is there
                 shutil.copy2(target / "README.md", folder)
@@ -104,7 +101,7 @@ def save_pretrained_merged(
     weights = effective_weights(base)
     _check_quantizer(base, weights)
     dtype = _saved_dtype(base, weights, dtype)
-    with _staging(target, replaces=_WEIGHT_FILE) as folder:
+    with staging(target, replaces=_WEIGHT_FILE) as folder:
         _save_tokenizer(tokenizer, folder)
         tied = _tied_names(base, weights, dtype)
         _save_config(base, dtype, folder, is_tied=bool(tied))
@@ -320,51 +317,3 @@ def _check_changed(weights: dict[str, Source], is_changed: bool, dtype: torch.dt
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(os.fspath(folder))
-
-
-@contextlib.contextmanager
-def _staging(target: Path, replaces: re.Pattern[str] | None = None) -> Iterator[Path]:
-    """A hidden folder whose files move to `target` when the body succeeds; afterwards it is gone either way.
-
-    It lies inside an existing target, which may be a mount point, else beside it.
-    """
-    parent = target if target.exists() else target.parent
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = parent / f".{target.name}.{uuid.uuid4().hex[:12]}.saving"
-    folder.mkdir()
-    try:
-        yield folder
-        _publish(folder, target, replaces)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _publish(folder: Path, target: Path, replaces: re.Pattern[str] | None) -> None:
-    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    for file in files:
-        _sync(folder / file)
-    if not target.exists():
-        folder.rename(target)
-    else:
-        blocked = [file for file in files if (target / file).is_dir()]
-        if blocked:
-            raise ValueError(f"{target / blocked[0]} is a folder, but a file of that name must be saved; move it away")
-        for file in files:
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(folder / file, target / file)
-        for path in target.iterdir():
-            # model.safetensors would win over the index of a sharded save, and the other way round
-            if replaces and replaces.fullmatch(path.name) and Path(path.name) not in files:
-                path.unlink()
-        _sync(target)
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    if os.name != "posix" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
