@@ -15,6 +15,7 @@ from fastlm import adapters, loading, quant
 from fastlm.block.graphs import LayerGraphs
 from fastlm.families import FAMILIES, Family, stock_attention_reason
 from fastlm.forwards import attention, backbone, causal_lm, layer, linear, mlp, norm
+from fastlm.memory.manager import Memory
 from fastlm.patching import bind, own_class, patch_of, patched_modules, unbind
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ModelState:
         deterministic: gradients are equal to the bit between runs.
         rounds_once: an adapter's product is added before the base product is rounded.
         graphs: the layers' CUDA graphs, or None where they are not wanted.
+        memory: plans what layers keep.
     """
 
     family: Family | None
@@ -61,6 +63,7 @@ class ModelState:
     deterministic: bool = False
     rounds_once: bool = False
     graphs: LayerGraphs | None = field(default_factory=LayerGraphs)
+    memory: Memory = field(default_factory=Memory)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a model that comes out of a pickle names our attention, which this process may not have met yet
@@ -131,7 +134,7 @@ def _bind_layers(base: PreTrainedModel, family: Family, state: ModelState, atten
             continue
         reason = attention_reason or layer.unfit(module, family) or quant.unreadable(module)
         if reason is None:
-            facts = layer.make_facts(module, family, state.deterministic, state.rounds_once, state.graphs)
+            facts = layer.make_facts(module, family, state.deterministic, state.rounds_once, state.graphs, state.memory)
             reason = bind(module, "block", layer.forward, facts, state.strict)
         if reason is not None:
             state.reasons[name] = reason

@@ -59,6 +59,7 @@ BELOW = {
         "fastlm.block",
         "fastlm.adapters",
         "fastlm.families",
+        "fastlm.memory.manager",
         "fastlm.patching",
         "fastlm.quant",
     ),

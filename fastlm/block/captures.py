@@ -7,6 +7,7 @@ through autograd as ever.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
@@ -104,7 +105,8 @@ class Passes:
         reads_in_place: bool,
     ) -> None:
         x, cos, sin = inputs
-        self.key, self._recorder, self._layer = key, recorder, layer
+        # what is kept in a graph cannot be dropped
+        self.key, self._recorder, self._layer = key, recorder, dataclasses.replace(layer, rescue=None)
         self.x = x.detach() if reads_in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
         self.tables = torch.empty_like(cos), torch.empty_like(sin)
         # as tensors of their own: that each call writes new values into this memory is no change behind autograd's back

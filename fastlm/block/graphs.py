@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from fastlm.block.captures import Buffers, Passes, Place, Recorder, ReplayFunction, addresses, not_captured
 from fastlm.block.function import BlockFunction
-from fastlm.block.spec import Layer
+from fastlm.block.offload import HostStore, Parcel
+from fastlm.block.spec import Layer, MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,31 @@ class StackCall:
 
     Attributes:
         n_unwatched: how many layers follow each other with nobody looking in between; 0 where somebody may.
+        plans: what each layer keeps; None leaves it to the layer.
     """
 
-    def __init__(self, n_unwatched: int) -> None:
-        self.n_unwatched = n_unwatched
+    def __init__(
+        self,
+        n_unwatched: int,
+        plans: Sequence[MemoryPlan] | None = None,
+        host: Callable[[torch.device], HostStore] | None = None,
+    ) -> None:
+        """`host`: gives what takes the kept tensors of a device that plans send to the host."""
+        self.n_unwatched, self.plans, self._host = n_unwatched, plans, host
+        self._last: Parcel | None = None
+
+    def plan(self, index: int) -> MemoryPlan | None:
+        """Of the layer with this index."""
+        return None if self.plans is None or index >= len(self.plans) else self.plans[index]
+
+    def parcel(self, plan: MemoryPlan, device: torch.device) -> Parcel | None:
+        """Takes what a layer's plan sends to the host, in the order of layers; None where the plan sends nothing."""
+        # hooks of the user's, which offload themselves or look at what is saved, would see copies that are not there yet
+        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if not plan.offloads or self._host is None or has_hooks or not torch.is_grad_enabled():
+            return None
+        self._last = self._host(device).open(self._last)
+        return self._last
 
     def place(self, index: int) -> Place:
         """Where the layer with this index stands."""
@@ -215,6 +237,7 @@ class LayerGraphs:
             and len({t.dtype for t in trained}) == 1
             # where samples lie differs from batch to batch
             and layer.layout is None
+            and layer.parcel is None
             and (layer.plan.gate_up or _flops(x, layer) < _LAUNCH_BOUND_FLOPS)
             # a mask's seed is drawn by the host
             and not any(any(group.dropouts) for group in layer.groups)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fastlm.block.offload import Parcel
 from fastlm_kernels.attention import SequenceLayout
 from fastlm_kernels.lora import Group
+
+if TYPE_CHECKING:
+    from fastlm.block.rescue import Rescue
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Norm:
 class MemoryPlan:
     """What a layer keeps from its forward for its backward beside its input, which it always does; the rest it makes again.
 
-    Norm outputs and the MLP's product are never kept. A plan changes no value.
+    Norm outputs and the MLP's product are never kept. What is kept waits on the device or, where `offloads` names it, on the host. A
+    plan changes no value.
 
     Attributes:
         qkv: queries, keys and values.
@@ -72,6 +78,7 @@ class MemoryPlan:
         residual: the residual stream after the attention and, where it is normed before it is added, what the attention added.
         gate_up: the MLP's input projections.
         down: what the MLP's norm reads before its output is added; of use only where there is such a norm.
+        offloads: names of the fields above that are kept on the host, and "input".
     """
 
     qkv: bool
@@ -79,9 +86,14 @@ class MemoryPlan:
     residual: bool
     gate_up: bool
     down: bool
+    offloads: frozenset[str] = frozenset()
 
 
+# What a plan may send to the host.
+OFFLOADABLE = ("input", "qkv", "attention", "residual", "gate_up", "down")
 KEEP_ALL = MemoryPlan(qkv=True, attention=True, residual=True, gate_up=True, down=True)
+# all but what is widest and cheapest to make again
+SELECTIVE = MemoryPlan(qkv=True, attention=True, residual=True, gate_up=False, down=True)
 RECOMPUTE_ALL = MemoryPlan(qkv=False, attention=False, residual=False, gate_up=False, down=False)
 
 
@@ -96,6 +108,8 @@ class Layer:
         layout: where samples begin and end, or None for whole rows.
         deterministic: the backward of the attention adds in a fixed order.
         rounds_once: an adapter's product is added before the base product is rounded, where that is one GEMM.
+        parcel: takes what the plan sends to the host; None where it sends nothing.
+        rescue: runs passes again that were short of memory; None lets the error out.
     """
 
     spec: BlockSpec
@@ -113,6 +127,8 @@ class Layer:
     layout: SequenceLayout | None
     deterministic: bool
     rounds_once: bool
+    parcel: Parcel | None = None
+    rescue: Rescue | None = None
 
     @property
     def groups(self) -> tuple[Group, Group, Group, Group]:

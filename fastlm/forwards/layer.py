@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastlm import adapters
 from fastlm.block.function import BlockFunction
 from fastlm.block.graphs import LayerGraphs, StackCall
-from fastlm.block.spec import KEEP_ALL, RECOMPUTE_ALL, BlockSpec, Layer, Norm
+from fastlm.block.spec import KEEP_ALL, RECOMPUTE_ALL, BlockSpec, Layer, MemoryPlan, Norm
 from fastlm.families import Family
 from fastlm.forwards.attention import is_sliding
 from fastlm.forwards.backbone import (
@@ -32,6 +32,7 @@ from fastlm.forwards.backbone import (
 )
 from fastlm.forwards.mlp import activation_name, activations, unfit_activation
 from fastlm.forwards.projections import DECODE_TOKENS, is_decode_step
+from fastlm.memory.manager import Memory
 from fastlm.patching import Patch, patch_of
 from fastlm_kernels.attention import attention_backend
 from fastlm_kernels.lora import group_tensors, make_group
@@ -48,6 +49,7 @@ class LayerFacts:
         deterministic: gradients are equal to the bit between runs.
         rounds_once: as `Layer`.
         graphs: replays layers as CUDA graphs; None to run each kernel by itself.
+        memory: plans what layers keep.
         slides: its attention has a window.
         of_attention, of_layer: read from them what the stock layer reads at every call, and somebody may change between two.
         read: what they gave when the shape was made.
@@ -59,6 +61,7 @@ class LayerFacts:
     deterministic: bool
     rounds_once: bool
     graphs: LayerGraphs | None
+    memory: Memory | None
     slides: bool
     of_attention: Callable[[Any], Any]
     of_layer: Callable[[Any], Any]
@@ -74,7 +77,12 @@ class _Stock(Exception):
 
 
 def make_facts(
-    layer: nn.Module, family: Family, deterministic: bool, rounds_once: bool, graphs: LayerGraphs | None
+    layer: nn.Module,
+    family: Family,
+    deterministic: bool,
+    rounds_once: bool,
+    graphs: LayerGraphs | None,
+    memory: Memory | None = None,
 ) -> LayerFacts:
     """The block's shape from the layer's own modules and config."""
     attention = layer.self_attn
@@ -83,8 +91,8 @@ def make_facts(
     slides = is_sliding(attention, family)
     _, _, *arguments = inspect.signature(type(layer).forward).parameters
     return LayerFacts(
-        family, _spec(layer, family, slides), tuple(arguments), deterministic, rounds_once, graphs, slides, of_attention,
-        of_layer, (of_attention(attention), of_layer(layer)),
+        family, _spec(layer, family, slides), tuple(arguments), deterministic, rounds_once, graphs, memory, slides,
+        of_attention, of_layer, (of_attention(attention), of_layer(layer)),
     )  # fmt: skip
 
 
@@ -214,7 +222,7 @@ def _views(modules: list[nn.Module], x: adapters.Input) -> list[adapters.LinearV
 
 
 def _describe(
-    self: nn.Module, facts: LayerFacts, x: Tensor, mask: Any, recomputes: bool, kwargs: dict[str, Any]
+    self: nn.Module, facts: LayerFacts, x: Tensor, call: StackCall | None, plan: MemoryPlan, kwargs: dict[str, Any]
 ) -> tuple[Layer, list[Tensor | None]]:
     """The layer at this call, (bias, A, B) of each of its projections, and the biases of its attention's and MLP's norm."""
     # read from here, modules cost less time than as attributes
@@ -225,7 +233,7 @@ def _describe(
         raise _Stock(f"its halves are a {type(attn).__name__} and a {type(mlp).__name__}")
     if attn.config._attn_implementation != ATTENTION:
         raise _Stock(f"attention implementation {attn.config._attn_implementation!r} was asked for")
-    if mask is not None:
+    if kwargs.get("attention_mask") is not None:
         raise _Stock("an attention mask of its own was given")
     if adapters.has_hooks(attn) or adapters.has_hooks(mlp):
         raise _Stock("a module in it has hooks")
@@ -260,14 +268,23 @@ def _describe(
         make_group(p, v[0].lora_dtype, read_again if i == 0 else ())
         for i, (p, v) in enumerate(zip(projections, found, strict=True))
     ]
-    # without gradients nothing is kept, and inference mode has no graph to record one in
-    keeps = not recomputes and torch.is_grad_enabled()
     layer = Layer(
-        facts.spec, KEEP_ALL if keeps else RECOMPUTE_ALL, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs, x),
+        facts.spec, plan, *groups, *norms, *qk_norms, layout=sequence_layout(kwargs, x),
         deterministic=facts.deterministic, rounds_once=facts.rounds_once,
+        parcel=None if call is None else call.parcel(plan, x.device),
+        rescue=None if facts.memory is None else facts.memory.rescue,
     )  # fmt: skip
     biases = [None if norm is None else norm.bias for norm in (layer.attention_norm, layer.mlp_norm)]
     return layer, [*(tensor for p in projections for tensor in group_tensors(p)), *biases]
+
+
+def _plan(self: nn.Module, call: StackCall | None, recomputes: bool) -> MemoryPlan:
+    """What this layer keeps."""
+    # without gradients nothing is kept, and inference mode has no graph to record one in
+    if not torch.is_grad_enabled():
+        return RECOMPUTE_ALL
+    planned = call.plan(self.self_attn.layer_idx) if call is not None and self.training else None
+    return planned or (RECOMPUTE_ALL if recomputes else KEEP_ALL)
 
 
 def _note_backend(patch: Patch, layer: Layer, x: Tensor) -> None:
@@ -307,7 +324,8 @@ def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         if kwargs.get("past_key_values") is not None and not recomputes:
             raise _Elsewhere("a key/value cache was given")
         facts = _facts_now(self, patch)
-        layer, tensors = _describe(self, facts, hidden_states, kwargs.get("attention_mask"), recomputes, kwargs)
+        plan = _plan(self, call, recomputes)
+        layer, tensors = _describe(self, facts, hidden_states, call, plan, kwargs)
     except _Elsewhere as reason:
         patch.ran_elsewhere(str(reason))
     except _Stock as reason:
