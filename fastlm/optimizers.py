@@ -109,7 +109,7 @@ class Verdict:
 
     def is_taken(self) -> bool:
         """Waits for the device until it has come as far as to decide."""
-        if self._arrival is not None:
+        if self._arrival is not None and not self._arrival.query():
             self._arrival.synchronize()
         return bool(self._told)
 
