@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from fastlm.model import FastLanguageModel, FastModel, patch_model, revert
     from fastlm.reporting import report
+    from fastlm.tokens import add_new_tokens
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _WHERE = {
     "revert": "fastlm.model",
     "report": "fastlm.reporting",
     "callbacks": "fastlm.guards",
+    "add_new_tokens": "fastlm.tokens",
     "SFTConfig": "fastlm.migrated",
     "SFTTrainer": "fastlm.migrated",
     "UnslothTrainer": "fastlm.migrated",
@@ -49,6 +51,7 @@ __all__ = [
     "SFTTrainer",
     "UnslothTrainer",
     "UnslothTrainingArguments",
+    "add_new_tokens",
     "callbacks",
     "chat_templates",
     "data",

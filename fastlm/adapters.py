@@ -275,23 +275,39 @@ def views(modules: Sequence[nn.Module], x: Tensor | Input) -> list[LinearView] |
     return found
 
 
-def trained_copy(module: nn.Module) -> nn.Module | str:
-    """The module that a call of `module` reaches: through peft's wrapper of fully trained copies to the active copy.
+def head_parts(module: nn.Module) -> tuple[nn.Module, Tensor, Tensor | None] | str:
+    """The linear layer that a call of a head reaches, with the weight [V, D] and bias [V] of its GEMM; or why it must be called.
 
-    Returns a reason instead where that is not one plain module.
+    Through peft's wrappers: the active one of fully trained copies, or the layer with the rows that are trained alone in their places,
+    in a copy of its weight whose gradient reaches those rows.
     """
     loaded = sys.modules.get("peft.utils.other")
     if loaded is None or not isinstance(module, loaded.AuxiliaryTrainingWrapper):
-        return module
-    if not isinstance(module, loaded.ModulesToSaveWrapper):
-        return f"{type(module).__name__} trains single rows of it"
+        return _linear_parts(module)
     if has_hooks(module):
         return "it has hooks"
-    if module.disable_adapters or not module.active_adapters:
-        return module.original_module
-    if len(module.active_adapters) > 1:
+    is_off = module.disable_adapters or not module.active_adapters
+    if len(module.active_adapters) > 1 and not is_off:
         return f"{len(module.active_adapters)} adapters are active at once"
-    return module.modules_to_save[module.active_adapters[0]]
+    if isinstance(module, loaded.ModulesToSaveWrapper):
+        return _linear_parts(module.original_module if is_off else module.modules_to_save[module.active_adapters[0]])
+    if type(module) is not loaded.TrainableTokensWrapper:
+        return f"it is a {type(module).__name__}"
+    rows = module.token_adapter
+    if has_hooks(rows):
+        return "it has hooks"
+    parts = _linear_parts(rows.get_base_layer())
+    if isinstance(parts, str) or (rows.merged and not is_off):
+        return parts
+    if rows.merged:
+        return "rows of a disabled adapter are still merged"
+    if parts[2] is not None:
+        return "peft leaves the bias of a head out whose rows it trains"
+    return parts if is_off else (parts[0], rows.get_merged_weights(module.active_adapters), None)
+
+
+def _linear_parts(module: nn.Module) -> tuple[nn.Module, Tensor, Tensor | None] | str:
+    return (module, module.weight, module.bias) if type(module) is nn.Linear else f"it is a {type(module).__name__}"
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -389,13 +405,13 @@ def load_adapter(model: nn.Module, name: str, config: Any) -> nn.Module:
         files.check_weights(name, "adapter_model", allow_pickle=not config.use_safetensors)
         file = os.path.join(name, "adapter_model.safetensors")
         saved = files.safetensors_header(file) if os.path.exists(file) else None
-        _grow_embeddings(model, saved or {})
     else:
         hub = dict(token=config.token, revision=config.revision, cache_dir=config.cache_dir)
     try:
         settings = package.PeftConfig.from_pretrained(name, **hub)
         if settings.task_type not in ("CAUSAL_LM", None):
             raise ValueError(f"it was made for the task {settings.task_type}, not CAUSAL_LM")
+        _grow_embeddings(model, saved or {}, settings)
         if settings.is_prompt_learning:
             logger.warning("%s is a prompt, which peft loads for inference only: it cannot be trained on", name)
         if config.use_safetensors and hub:
@@ -423,12 +439,40 @@ def _first_lines(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines()[:3])
 
 
-def _grow_embeddings(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Give the model as many embedding rows as the adapter was trained with: new tokens came with it."""
+def grow_embeddings(model: nn.Module, n_rows: int, multiple: int | None = 64) -> None:
+    """Give the embedding and the head of a transformers model at least n_rows rows, if they have fewer.
+
+    What the further rows hold is not said. Rows that are there, and whether they are trained, stay as they are.
+    """
+    tables = [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
+    if n_rows <= tables[0].weight.shape[0]:
+        return
+    trained = [table.weight.requires_grad for table in tables]
+    model.resize_token_embeddings(n_rows, pad_to_multiple_of=multiple, mean_resizing=False)
+    for table, is_trained in zip((model.get_input_embeddings(), model.get_output_embeddings()), trained, strict=False):
+        for parameter in table.parameters():
+            parameter.requires_grad_(is_trained)
+
+
+# a bound for what an adapter's configuration can ask for
+_MAX_NEW_ROWS = 2**16
+
+
+def _grow_embeddings(model: nn.Module, saved: dict[str, Any], settings: Any) -> None:
+    """Give the model the embedding rows that the adapter was trained with: new tokens came with it."""
     rows = {
         t["shape"][0]
         for key, t in saved.items()
-        if key.endswith(("embed_tokens.weight", "lm_head.weight")) and "lora_" not in key
+        if key.endswith(("embed_tokens.weight", "lm_head.weight", "base_layer.weight")) and "lora_" not in key
     }
-    if rows and max(rows) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(max(rows))
+    if rows:
+        grow_embeddings(model, max(rows), multiple=None)
+    trained = vars(settings).get("trainable_token_indices") or ()
+    lists = trained.values() if isinstance(trained, dict) else [trained]
+    last, n_rows = (
+        max((index for each in lists for index in each), default=-1),
+        model.get_input_embeddings().weight.shape[0],
+    )
+    if last >= n_rows + _MAX_NEW_ROWS:
+        raise ValueError(f"it trains row {last} of an embedding of {n_rows}")
+    grow_embeddings(model, last + 1)

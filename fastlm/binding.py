@@ -45,6 +45,7 @@ class ModelState:
         rounds_once: an adapter's product is added before the base product is rounded.
         graphs: the layers' CUDA graphs, or None where they are not wanted.
         memory: plans what layers keep.
+        new_tokens: ids of tokens that were added, which an adapter has to train.
     """
 
     family: Family | None
@@ -64,6 +65,7 @@ class ModelState:
     rounds_once: bool = False
     graphs: LayerGraphs | None = field(default_factory=LayerGraphs)
     memory: Memory = field(default_factory=Memory)
+    new_tokens: tuple[int, ...] = ()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # a model that comes out of a pickle names our attention, which this process may not have met yet

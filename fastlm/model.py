@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastlm import adapters, binding, loading, tokenization, trainers
+from fastlm import adapters, binding, loading, tokenization, tokens, trainers
 from fastlm.config import (
     NOT_SUPPORTED,
     NOT_SUPPORTED_PEFT,
@@ -259,6 +259,8 @@ class FastLanguageModel:
             random_state: seed of the adapter's initial weights: the same seed gives the same weights.
             **others: further arguments of `LoraConfig` (rank_pattern, alpha_pattern, exclude_modules, …).
 
+        Tokens that `fastlm.add_new_tokens` added are trained with it.
+
         Returns:
             The PEFT model, in training mode.
 
@@ -281,6 +283,9 @@ class FastLanguageModel:
         state = binding.state_of(model)
         if state is not None and state.is_full:
             raise ValueError("the model was loaded with full_finetuning=True: train it without an adapter")
+        rows = tokens.trained_rows(model, settings["modules_to_save"])
+        if rows:
+            of_peft = {"trainable_token_indices": rows, **of_peft}
         config = adapters.lora_config(model, settings | dict(layers_pattern=layers_pattern), of_peft)
         _seed(random_state)
         wrapped = adapters.add_adapter(model, config)

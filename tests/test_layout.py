@@ -46,6 +46,7 @@ DOORS = {
         "signals.py",
         "guards.py",
         "output.py",
+        "tokens.py",
     ),
     "trl": ("trainers.py", "migrated.py", "cli_config.py", "chat_templates/"),
     "typer": ("cli.py",),

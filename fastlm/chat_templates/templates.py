@@ -267,7 +267,7 @@ def get_chat_template(
         else:
             logger.warning(
                 "The vocabulary has no token %r, so the end-of-sequence token stays %r: generation will not stop at "
-                "the end of a turn by itself. Use a template of this model's own, or add the token and resize the embeddings.",
+                "the end of a turn by itself. Use a template of this model's own, or add the token with fastlm.add_new_tokens.",
                 template.stop,
                 tokenizer.eos_token,
             )

@@ -136,8 +136,8 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
 
-def _deferred(head: nn.Module, hidden: Tensor, shape: LogitShape, dtype: torch.dtype) -> DeferredLogits:
-    """The logits [B, S, V] of a training step from hidden [B, S, D], in the dtype of the head's GEMM."""
+def _deferred(head: nn.Module, hidden: Tensor, n_logits: int, shape: LogitShape, dtype: torch.dtype) -> DeferredLogits:
+    """The logits [B, S, n_logits] of a training step from hidden [B, S, D], in the dtype of the head's GEMM."""
     is_grad_enabled, kind = torch.is_grad_enabled(), hidden.device.type
     mixed = dict(enabled=torch.is_autocast_enabled(kind), dtype=torch.get_autocast_dtype(kind))
     versions = [(p, p._version) for p in head.parameters()]
@@ -164,7 +164,7 @@ def _deferred(head: nn.Module, hidden: Tensor, shape: LogitShape, dtype: torch.d
             return shape.logits(head(hidden))
 
     has_graph = is_grad_enabled and (hidden.requires_grad or any(p.requires_grad for p, _ in versions))
-    return DeferredLogits(make, (*hidden.shape[:-1], head.weight.shape[0]), dtype, hidden.device, has_graph)
+    return DeferredLogits(make, (*hidden.shape[:-1], n_logits), dtype, hidden.device, has_graph)
 
 
 @dataclass
@@ -248,17 +248,15 @@ def _denominator(labels: Tensor, num_items_in_batch: Any) -> Any:
 
 def _head(model: nn.Module, hidden: Tensor, ignores_hooks: bool) -> tuple[Tensor, Tensor, Tensor | None] | str:
     """Hidden states, weight and bias in the dtype of the head's GEMM; or why the head must be called as a module."""
-    head = adapters.trained_copy(model.get_output_embeddings())
-    if isinstance(head, str):
-        return f"the head cannot be read: {head}"
-    if type(head) is not nn.Linear:
-        return f"the head is a {type(head).__name__}"
+    parts = adapters.head_parts(model.get_output_embeddings())
+    if isinstance(parts, str):
+        return f"the head cannot be read: {parts}"
+    head, weight, bias = parts
     if adapters.has_hooks(head) and not ignores_hooks:
         return "the head has hooks"
-    if head.weight.device != hidden.device:
+    if weight.device != hidden.device:
         return "the head lies on another device"
     device = hidden.device.type
-    weight, bias = head.weight, head.bias
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -337,7 +335,7 @@ def forward(
         loss = linear_cross_entropy(
             read[0], read[1], targets, bias=read[2], reduction="sum", labelled=labelled, **shape.loss_settings
         )
-        logits = _deferred(self.lm_head, hidden, shape, read[0].dtype)
+        logits = _deferred(self.lm_head, hidden, read[1].shape[0], shape, read[0].dtype)
     else:
         if isinstance(read, str):
             patch.fell_back(read)
