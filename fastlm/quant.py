@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,6 +67,19 @@ def is_8bit(module: nn.Module) -> bool:
     return isinstance(module, _linear_class("Linear8bitLt"))
 
 
+@contextlib.contextmanager
+def kept_cpu_layout(model: nn.Module) -> Iterator[None]:
+    """`keep_cpu_layout` for the time of a block, also of models that others loaded."""
+    layers = [module for module in model.modules() if is_4bit(module)]
+    before = [layer.support_avx512bf16_for_cpu for layer in layers]
+    keep_cpu_layout(model)
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.support_avx512bf16_for_cpu = value
+
+
 def keep_cpu_layout(model: nn.Module) -> None:
     """Stops bitsandbytes from rewriting the 4-bit weights of this model in place.
 
@@ -101,6 +116,11 @@ def misshapen(model: nn.Module) -> list[tuple[str, tuple[int, ...], tuple[int, i
     return found
 
 
+def is_repacked(state: Any) -> bool:
+    """Whether bitsandbytes has rewritten the weight of this quantization state for its CPU inference."""
+    return bool(vars(state).get("packing_format_for_cpu"))
+
+
 # Views of weights that do not change, so that each is checked once: by layer, with the state that it was made from.
 _NF4_WEIGHTS: weakref.WeakKeyDictionary[nn.Module, tuple[Any, NF4Weight]] = weakref.WeakKeyDictionary()
 
@@ -113,7 +133,7 @@ def nf4_weight(module: nn.Module) -> NF4Weight | str:
         return "its 4-bit weight is not quantized yet: move the model to its device first"
     if state.quant_type != "nf4":
         return f"its weight is stored as {state.quant_type}, not nf4"
-    if "packing_format_for_cpu" in vars(state) and state.packing_format_for_cpu:
+    if is_repacked(state):
         return "bitsandbytes repacked its weight for CPU inference"
     made_from, cached = _NF4_WEIGHTS.get(module, (None, None))
     if cached is not None and made_from is state:
@@ -144,27 +164,36 @@ def compute_dtype(module: nn.Module, x_dtype: torch.dtype) -> torch.dtype:
     return x_dtype
 
 
-def decode_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:
+def decode_weight(module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
     """The weight [N, K] that a linear layer multiplies with, as a plain tensor.
 
     Args:
         module: nn.Linear or bitsandbytes' Linear4bit or Linear8bitLt.
-        dtype: of the result. A 4-bit weight is decoded to the dtype it was quantized from before it is converted, as in training.
+        dtype: of the result. A 4-bit weight is decoded to the dtype it was quantized from before it is converted, as in training. None
+            leaves it in that dtype, 8-bit ones in float32.
 
     Raises:
         TypeError: for another kind of module.
+        ValueError: for a 4-bit weight that bitsandbytes has rewritten in place, from which it cannot be had back.
     """
+    decoded = _decoded(module)
+    return decoded if dtype is None else decoded.to(dtype)
+
+
+def _decoded(module: nn.Module) -> Tensor:
     if is_4bit(module):
         weight = nf4_weight(module)
         if isinstance(weight, NF4Weight):
-            return nf4_decode(weight, weight.dtype).to(dtype)
-        functional = bitsandbytes().functional
-        return functional.dequantize_4bit(module.weight.data, module.weight.quant_state).to(dtype)
+            return nf4_decode(weight, weight.dtype)
+        state = module.weight.quant_state
+        if state is None or is_repacked(state):
+            raise ValueError(f"{weight}. Load the model again with fastlm, which leaves 4-bit weights as they are")
+        return bitsandbytes().functional.dequantize_4bit(module.weight.data, state)
     if is_8bit(module):
         functional = bitsandbytes().functional
         # the first forward moves the scales from the weight to the layer's state
         scales = module.weight.SCB if module.state.SCB is None else module.state.SCB
-        return functional.int8_vectorwise_dequant(module.weight.data, scales).to(dtype)
+        return functional.int8_vectorwise_dequant(module.weight.data, scales)
     if isinstance(module, nn.Linear):
-        return module.weight.detach().to(dtype)
+        return module.weight.detach()
     raise TypeError(f"no weight can be read from a {type(module).__name__}: a linear layer is needed")

@@ -1,48 +1,40 @@
-"""`save_pretrained_merged`: a trained model as a plain 16-bit checkpoint, or its adapter.
+"""`save_pretrained_merged`: a trained model as a plain 16-bit checkpoint, as a 4-bit one, or its adapter.
 
 The checkpoint has the names, the configuration and the files that transformers' own `save_pretrained` gives the
-unquantized base model. It is written tensor by tensor, shard by shard, into a hidden folder and moved into place when
-complete: after an error the target holds what it held before.
+model without adapters. It is written beside its target, verified against the live model, and exchanged with the target when
+complete: after an error or a kill the target holds what it held before.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from fastlm import adapters
+from fastlm.export import verify as verification
+from fastlm.export.bases import with_base
+from fastlm.export.card import merged_card
+from fastlm.export.checkpoint import WEIGHT_FILE, Checkpoint, common_dtype, dtype_rule, tied_names
 from fastlm.export.folders import staging
+from fastlm.export.four_bit import FourBit
+from fastlm.export.sources import TOKENIZER_FILES, save_generation_config, save_tokenizer
 from fastlm.export.weights import PLAIN_DTYPES, Source, effective_weights
 
 logger = logging.getLogger(__name__)
 
-SAVE_METHODS = ("merged_16bit", "lora")
-_NOT_YET = {
-    "merged_4bit": "save 'merged_16bit' and load it with load_in_4bit=True",
-    "merged_4bit_forced": "save 'merged_16bit' and load it with load_in_4bit=True",
-    **dict.fromkeys(
-        ("gguf", "f16", "bf16", "f32", "q8_0", "q4_k_m", "q5_k_m", "q6_k", "q4_0", "q2_k", "q3_k_m"),
-        "save 'merged_16bit' and convert that folder with llama.cpp's convert_hf_to_gguf.py",
-    ),
-}
+SAVE_METHODS = ("merged_16bit", "merged_4bit", "merged_4bit_forced", "lora")
+_GGUF = ("gguf", "f16", "bf16", "f32", "q8_0", "q4_k_m", "q5_k_m", "q6_k", "q4_0", "q2_k", "q3_k_m")
+_NOT_YET = dict.fromkeys(_GGUF, "save 'merged_16bit' and convert that folder with llama.cpp's convert_hf_to_gguf.py")
 _SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
 def save_pretrained_merged(
@@ -52,45 +44,51 @@ def save_pretrained_merged(
     save_method: str = "merged_16bit",
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
+    base: str | os.PathLike[str] | None = None,
+    verify: bool = True,
 ) -> None:
-    """Save a model with its adapters merged into 16-bit weights, or the adapter alone.
+    """Save a model with its adapters merged into its weights, or the adapter alone.
 
     W + s B A is computed in float32 from the weights that the model trained on (4-bit and 8-bit weights decoded) and
     rounded once. The live model is not touched. Embeddings and heads that were trained apart are saved apart, with
-    `tie_word_embeddings` false in the configuration. A model without adapters is saved as it is, in 16 bits.
+    `tie_word_embeddings` false in the configuration. A model without adapters is saved as it is. Of several processes, the one
+    of rank 0 saves.
 
     Args:
         model: a transformers model, or one that PEFT wrapped.
         save_directory: target folder; made if missing. In an existing folder, files of the same names and the weight
-            files of an earlier merged save are replaced, others stay.
-        tokenizer: saved beside the weights by its own `save_pretrained`, if given; a processor works too.
-        save_method: "merged_16bit" or "lora" (PEFT's own format).
-        max_shard_size: largest weight file, bytes or a text such as "5GB"; a single larger tensor gets its own file.
+            and tokenizer files of an earlier save are replaced, others stay. A model card is written where none is.
+        tokenizer: saved beside the weights, if given; a processor works too. Files of a tokenizer, and generation settings, that are as
+            they were loaded are copies of their source's, byte for byte.
+        save_method: "merged_16bit"; "merged_4bit" (bitsandbytes: weights that an adapter changes are quantized anew, which
+            "merged_16bit" avoids); "lora" (PEFT's own format).
+        max_shard_size: largest weight file, bytes or a text such as "5GB"; a single larger tensor gets its own file. Beyond the live model,
+            the memory of one such file is needed, and of one tensor.
         dtype: torch.bfloat16, torch.float16 or torch.float32; by default the model's own 16-bit dtype, bfloat16 for a
             float32 model. "lora" ignores it.
+        base: folder of the 16-bit model that this one was loaded from: adapters are added to its weights instead of the decoded
+            ones that they were trained on.
+        verify: before anything is replaced, compute every tensor again and compare it with the files bit for bit, and compare the logits
+            of a short probe: the live model's may differ from those of the saved weights by twice the error that 16-bit arithmetic
+            makes. Where the saved weights are others by intent ("merged_4bit", `base`), and for 8-bit models, the tensors alone
+            are compared. "lora" ignores it.
 
     Raises:
         TypeError: if the model is not a transformers or PEFT model.
         ValueError: for an unknown `save_method` or `dtype`, "lora" without an adapter, an adapter that has no merged
-            form, is switched off or changes no saved weight, weights that are not finite, or a folder with an adapter.
+            form, is switched off or changes no saved weight, weights that are not finite, a `base` of another model, or a folder
+            with an adapter.
+        RuntimeError: if the verification fails, with numbers.
         NotImplementedError: for a format that is not supported yet; the text says what to use.
     """
     _check_method(save_method)
-    base = _base_model(model)
+    inner = _base_model(model)
     target = Path(save_directory).resolve()
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        logger.info("%s is saved by the process of rank 0", target)
+        return
     if save_method == "lora":
-        if not (adapters.is_peft_model(model) or base._hf_peft_config_loaded):
-            raise ValueError(
-                f"save_method='lora' needs the PEFT model with its adapter, got a {type(model).__name__}; "
-                f"save a model without an adapter with 'merged_16bit'"
-            )
-        _check_adapter_names(model)
-        with staging(target) as folder:
-            if (target / "README.md").exists():
-                # PEFT adds its tags to the card that is there
-                shutil.copy2(target / "README.md", folder)
-            model.save_pretrained(folder)
-            _save_tokenizer(tokenizer, folder)
+        _save_adapter(model, inner, target, tokenizer)
         return
     if (target / "adapter_config.json").exists():
         raise ValueError(
@@ -98,16 +96,52 @@ def save_pretrained_merged(
             f"save the merged model into another folder"
         )
     _check_mergeable(model)
-    weights = effective_weights(base)
-    _check_quantizer(base, weights)
-    dtype = _saved_dtype(base, weights, dtype)
-    with staging(target, replaces=_WEIGHT_FILE) as folder:
-        _save_tokenizer(tokenizer, folder)
-        tied = _tied_names(base, weights, dtype)
-        _save_config(base, dtype, folder, is_tied=bool(tied))
-        left_out = tied | set(base._keys_to_ignore_on_save or ())
+    weights = effective_weights(inner)
+    _check_quantizer(inner, weights)
+    dtype = _saved_dtype(inner, weights, dtype)
+    if base is not None:
+        weights = with_base(weights, base)
+    packer = None if save_method == "merged_16bit" else FourBit(inner, weights, dtype)
+    with staging(target, replaces=_replaced(tokenizer)) as folder:
+        save_tokenizer(tokenizer, folder, inner.get_input_embeddings().weight.shape[0])
+        save_generation_config(inner, folder)
+        tied, apart = tied_names(inner, weights, dtype)
+        if apart:
+            logger.info("%s and %s were trained apart: saved as two tensors, tie_word_embeddings=False", *apart)
+        _save_config(inner, dtype, folder, is_tied=bool(tied), quantization=packer.config if packer else None)
+        left_out = tied | set(inner._keys_to_ignore_on_save or ())
         written = {name: source for name, source in weights.items() if name not in left_out}
-        _write_weights(base, written, dtype, max_shard_size, folder)
+        checkpoint = Checkpoint(inner, written, dtype_rule(inner, dtype), packer)
+        is_changed = checkpoint.write(folder, max_shard_size)
+        _check_changed(written, is_changed, "4 bits" if packer else str(dtype))
+        if verify:
+            logger.info("verified: %d tensors", checkpoint.verify(folder))
+            if packer is None and base is None:
+                verification.check_logits(inner, weights, folder, dtype)
+        if not (target / "README.md").exists():
+            form = "in bitsandbytes' 4-bit form" if packer else f"in {str(dtype).removeprefix('torch.')}"
+            merged_card(model, inner, f"its weights {form}").save(folder / "README.md")
+
+
+def _replaced(tokenizer: Any) -> re.Pattern[str]:
+    """Files of an earlier save that must not be read with the new ones."""
+    names = "|".join(map(re.escape, TOKENIZER_FILES if tokenizer is not None else ()))
+    return re.compile(f"{WEIGHT_FILE.pattern}|{names}" if names else WEIGHT_FILE.pattern)
+
+
+def _save_adapter(model: Any, base: PreTrainedModel, target: Path, tokenizer: Any) -> None:
+    if not (adapters.is_peft_model(model) or base._hf_peft_config_loaded):
+        raise ValueError(
+            f"save_method='lora' needs the PEFT model with its adapter, got a {type(model).__name__}; "
+            f"save a model without an adapter with 'merged_16bit'"
+        )
+    _check_adapter_names(model)
+    with staging(target) as folder:
+        if (target / "README.md").exists():
+            # PEFT adds its tags to the card that is there
+            shutil.copy2(target / "README.md", folder)
+        model.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder, base.get_input_embeddings().weight.shape[0])
 
 
 def _check_method(save_method: str) -> None:
@@ -161,48 +195,14 @@ def _saved_dtype(base: PreTrainedModel, weights: dict[str, Source], dtype: torch
         if dtype not in _SAVED_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _SAVED_DTYPES))} or None, got {dtype!r}")
         return dtype
-    # the 16-bit dtype that most dense entries have: float32 norms or heads do not make a float32 model
-    entries = dict.fromkeys((torch.bfloat16, torch.float16), 0)
-    for source in weights.values():
-        if source.packed is None and source.dtype in entries:
-            entries[source.dtype] += source.tensor.numel()
-    most = max(entries, key=entries.__getitem__)
-    if entries[most]:
-        return most
-    return base.config.dtype if base.config.dtype in entries else torch.bfloat16
+    return common_dtype(weights.values(), base.config.dtype)
 
 
-def _dtype_rule(base: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Source], torch.dtype]:
-    """Tensors that transformers loads in float32 whatever the dtype of the model (MoE router biases) stay float32."""
-    kept = set() if dtype == torch.float32 else set(base._keep_in_fp32_modules_strict or ())
-    if dtype == torch.float16:
-        kept |= set(base._keep_in_fp32_modules or ())
-    # the same pattern language as in transformers: a search, in which * stands for anything
-    pattern = re.compile("|".join(part.replace("*", ".*") for part in sorted(kept)) or r"(?!)")
-
-    def rule(name: str, source: Source) -> torch.dtype:
-        if not source.dtype.is_floating_point:
-            return source.dtype
-        return torch.float32 if source.dtype == torch.float32 and pattern.search(name) else dtype
-
-    return rule
-
-
-def _tied_names(base: PreTrainedModel, weights: dict[str, Source], dtype: torch.dtype) -> set[str]:
-    """Names that need no tensor because they equal the one they are tied to; none of them if a single one differs."""
-    pairs = {name: other for name, other in base.all_tied_weights_keys.items() if name in weights and other in weights}
-    for name, other in pairs.items():
-        if weights[name].same_tensors(weights[other]):
-            continue
-        if not torch.equal(weights[name].compute(dtype)[0], weights[other].compute(dtype)[0]):
-            logger.info("%s and %s were trained apart: saved as two tensors, tie_word_embeddings=False", name, other)
-            return set()
-    return set(pairs)
-
-
-def _save_config(base: PreTrainedModel, dtype: torch.dtype, folder: Path, is_tied: bool) -> None:
+def _save_config(base: PreTrainedModel, dtype: torch.dtype, folder: Path, is_tied: bool, quantization: Any) -> None:
     config: Any = copy.deepcopy(base.config)
     vars(config).pop("quantization_config", None)
+    if quantization is not None:
+        config.quantization_config = quantization
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(base).__name__]
     for part in (config, config.get_text_config()):
@@ -211,109 +211,15 @@ def _save_config(base: PreTrainedModel, dtype: torch.dtype, folder: Path, is_tie
     if base.is_remote_code():
         custom_object_save(base, folder, config=config)
     config.save_pretrained(folder)
-    if base.can_generate():
-        copy.deepcopy(base.generation_config).save_pretrained(folder)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Tensors that are computed together because the checkpoint may hold them in another form (fused experts)."""
-
-    names: tuple[str, ...]
-    saved: dict[str, Tensor]  # checkpoint name -> meta tensor
-
-
-def _without_quantizer(base: PreTrainedModel) -> PreTrainedModel:
-    """The model as `revert_weight_conversion` reads it, without the unpacking of a pre-quantized checkpoint."""
-    quantizer, conversions = vars(base).get("hf_quantizer"), vars(base).get("_weight_conversions")
-    if quantizer is None or not conversions:
-        return base
-    unpacking = {
-        type(operation) for conversion in quantizer.get_weight_conversions() for operation in conversion.operations
-    }
-    # a shallow copy shares every module and tensor; only its list of conversions is another one
-    view: Any = copy.copy(base)
-    view._weight_conversions = [
-        conversion
-        for conversion in conversions
-        if not isinstance(conversion, WeightConverter) or not unpacking & {type(step) for step in conversion.operations}
-    ]
-    return view
-
-
-def _groups(base: PreTrainedModel, meta: dict[str, Tensor]) -> list[_Group]:
-    """One group a decoder layer, the rest one by one; a single group if conversions reach across layers."""
-    layers: dict[str, list[str]] = {}
-    for name in meta:
-        layer = re.match(r".*?\.\d+\.", name)
-        layers.setdefault(layer[0] if layer else name, []).append(name)
-    groups = [
-        _Group(tuple(names), revert_weight_conversion(base, {name: meta[name] for name in names}))
-        for names in layers.values()
-    ]
-    whole = _Group(tuple(meta), revert_weight_conversion(base, dict(meta)))
-    apart = [(name, tensor.shape) for group in groups for name, tensor in group.saved.items()]
-    return groups if sorted(apart) == sorted((name, t.shape) for name, t in whole.saved.items()) else [whole]
-
-
-def _write_weights(
-    base: PreTrainedModel, weights: dict[str, Source], dtype: torch.dtype, max_shard_size: int | str, folder: Path
-) -> None:
-    base = _without_quantizer(base)
-    rule = _dtype_rule(base, dtype)
-    dtypes = {name: rule(name, source) for name, source in weights.items()}
-    meta = {name: torch.empty(weights[name].shape, dtype=dtypes[name], device="meta") for name in weights}
-    groups = _groups(base, meta)
-    plan = split_torch_state_dict_into_shards(
-        {name: tensor for group in groups for name, tensor in group.saved.items()},
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
-    open_files: dict[str, dict[str, Tensor]] = {}
-    seen: set[int] = set()
-    is_changed = False
-    for group in groups:
-        tensors = {}
-        for name in group.names:
-            source = weights[name]
-            try:
-                tensor, differs = source.compute(dtypes[name])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-            # one file must not hold the same memory twice
-            tensors[name] = tensor.clone() if id(source.tensor) in seen else tensor
-            seen.add(id(source.tensor))
-            is_changed = is_changed or differs
-        for name, tensor in revert_weight_conversion(base, tensors).items():
-            file = plan.tensor_to_filename[name]
-            content = open_files.setdefault(file, {})
-            content[name] = tensor.contiguous()
-            if len(content) == len(plan.filename_to_tensors[file]):
-                save_file(open_files.pop(file), folder / file, metadata={"format": "pt"})
-    if open_files:
-        raise RuntimeError(f"incomplete weight files: {sorted(open_files)}")
-    _check_changed(weights, is_changed, dtype)
-    if plan.is_sharded:
-        n_parameters = sum(tensor.numel() for tensor in meta.values())
-        index = {
-            "metadata": {"total_parameters": n_parameters, **plan.metadata},
-            "weight_map": plan.tensor_to_filename,
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _check_changed(weights: dict[str, Source], is_changed: bool, dtype: torch.dtype) -> None:
+def _check_changed(weights: dict[str, Source], is_changed: bool, form: str) -> None:
     adapted = [name for name, source in weights.items() if source.is_adapted]
     if not adapted or is_changed:
         return
     if any(not weights[name].is_zero() for name in adapted):
         raise ValueError(
-            f"the adapter is too small to change any entry of the {len(adapted)} adapted tensors in {dtype}: the saved "
+            f"the adapter is too small to change any entry of the {len(adapted)} adapted tensors in {form}: the saved "
             f"model would be the untrained one. Train on, save with dtype=torch.float32, or use save_method='lora'"
         )
     logger.warning("the adapter is all zero: the saved model equals the base model")
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    if tokenizer is not None:
-        tokenizer.save_pretrained(os.fspath(folder))

@@ -14,7 +14,7 @@ Several active adapters apply one after the other, as PEFT's forward does. R ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Source:
     is_transposed: the [N, K] of the updates is the tensor's transpose.
     added: (vector, scaling) pairs added to a bias.
     rows: (indices, values) pairs that replace rows.
+    other_base: reads the dense weight, [shape], that the updates are added to instead of the live one.
     """
 
     tensor: Tensor
@@ -67,6 +68,7 @@ class Source:
     is_transposed: bool = False
     added: tuple[tuple[Tensor, float], ...] = ()
     rows: tuple[tuple[tuple[int, ...], Tensor], ...] = ()
+    other_base: Callable[[], Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,7 +106,7 @@ class Source:
             raise ValueError(f"the weight is {self.dtype}, whose scale is not known; load the model in 16 bits")
         if not self.dtype.is_floating_point:
             return self.tensor.detach().cpu().contiguous(), False
-        base = self.tensor.detach() if self.packed is None else quant.decode_weight(self.packed, torch.float32)
+        base = self._base()
         if base.shape != self.shape:
             raise ValueError(f"the decoded weight has shape {tuple(base.shape)}, expected {self.shape}")
         saved, changed = self._merge(base, dtype) if self.is_adapted else (base.to(dtype), False)
@@ -112,6 +114,12 @@ class Source:
             hint = "; dtype=torch.bfloat16 holds larger values" if dtype == torch.float16 else ""
             raise ValueError(f"the weight has values that are not finite in {dtype}{hint}")
         return saved.cpu().contiguous(), changed
+
+    def _base(self) -> Tensor:
+        """The weight without adapters, in the dtype that it is stored or decoded in."""
+        if self.other_base is not None:
+            return self.other_base()
+        return self.tensor.detach() if self.packed is None else quant.decode_weight(self.packed)
 
     def _merge(self, base: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         changed = False
@@ -122,11 +130,15 @@ class Source:
             saved = total.to(dtype)
             changed = not torch.equal(saved, base.to(dtype))
         elif self.updates:
-            saved = torch.empty(self.shape, dtype=dtype, device=base.device)
+            # what was decoded for this call alone is overwritten row by row
+            is_own = self.packed is not None and self.other_base is None and base.dtype == dtype
+            is_own = is_own and base.data_ptr() != self.tensor.data_ptr()
+            saved = base if is_own else torch.empty(self.shape, dtype=dtype, device=base.device)
             weight, out = (base.t(), saved.t()) if self.is_transposed else (base, saved)  # [N, K]
             for block in _row_blocks(weight.shape):
-                out[block] = _merged_rows(weight[block].float(), self.updates, block).to(dtype)
-                changed = changed or not torch.equal(out[block], weight[block].to(dtype))
+                new = _merged_rows(weight[block].float(), self.updates, block).to(dtype)
+                changed = changed or not torch.equal(new, weight[block].to(dtype))
+                out[block] = new
         else:
             saved = base.to(dtype, copy=True)
         for indices, values in self.rows:
