@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastlm import chat_templates, data
+    from fastlm import chat_templates, data, evaluation
     from fastlm.guards import callbacks
     from fastlm.migrated import (
         SFTConfig,
@@ -43,7 +43,7 @@ _WHERE = {
     "unsloth_train": "fastlm.migrated",
 }
 # packages with names of their own
-_PACKAGES = ("chat_templates", "data")
+_PACKAGES = ("chat_templates", "data", "evaluation")
 __all__ = [
     "FastLanguageModel",
     "FastModel",
@@ -55,6 +55,7 @@ __all__ = [
     "callbacks",
     "chat_templates",
     "data",
+    "evaluation",
     "is_bf16_supported",
     "is_bfloat16_supported",
     "patch_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import random
@@ -314,8 +315,10 @@ class FastLanguageModel:
 
     @staticmethod
     def get_trainer(model: nn.Module, train_dataset: Any = None, args: Any = None, **kwargs: Any) -> Any:
-        """A TRL `SFTTrainer` for this model: see `fastlm.trainers.get_trainer`."""
-        return trainers.get_trainer(model, train_dataset, args, **kwargs)
+        """A TRL `SFTTrainer` for this model: see `fastlm.trainers.get_trainer`. Evaluations leave no trace in its training."""
+        trainer = trainers.get_trainer(model, train_dataset, args, **kwargs)
+        trainer.add_callback(importlib.import_module("fastlm.evaluation.state").LeaveNoTrace())
+        return trainer
 
 
 # the name that scripts for models of any kind use

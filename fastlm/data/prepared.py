@@ -1,0 +1,102 @@
+"""Rows of data sets that no trainer has prepared, as tokens and labels, and what such rows should begin and end with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastlm.chat_templates.labels import RowLabels, conversation_of, from_template
+from fastlm.chat_templates.spans import AnswerSpans, common_prefix
+from fastlm.data.statistics import IGNORED, Ends
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def tokenized(rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Rows that no trainer has prepared, as SFTTrainer and train_on_responses_only would."""
+    chats = [conversation_of(dict(row)) for row in rows]
+    labels = from_template(tokenizer, None, last_response_only=False) if any(chats) else None
+    return [
+        _of_texts(row, tokenizer)
+        if messages is None or labels is None
+        else _of_chat(dict(row), messages, tokenizer, labels)
+        for row, messages in zip(rows, chats, strict=True)
+    ]
+
+
+def _of_chat(
+    row: dict[str, Any], messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, labels: RowLabels
+) -> dict[str, Any]:
+    tools = row.get("tools")
+    options = {
+        "tools": json.loads(tools) if isinstance(tools, str) else tools,
+        **(row.get("chat_template_kwargs") or {}),
+    }
+    ids = list(tokenizer.apply_chat_template(messages, return_dict=False, **options))
+    made = {"input_ids": ids, **labels({**row, "input_ids": ids})}
+    if row.get("messages") is None:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False, **options)
+        made["labels"] = _without(list(prompt), ids, made["labels"])
+    return made
+
+
+def _of_texts(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    end = tokenizer.eos_token or ""
+    if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+        prompt = tokenizer(row["prompt"], verbose=False)["input_ids"]
+        ids = tokenizer(row["prompt"] + row["completion"] + end, verbose=False)["input_ids"]
+        return {"input_ids": ids, "labels": _without(prompt, ids, ids)}
+    if isinstance(row.get("text"), str):
+        return {"input_ids": tokenizer(row["text"] + end, verbose=False)["input_ids"]}
+    raise ValueError(
+        f"rows need input_ids, messages, prompt and completion, or text, got the columns {sorted(row)}: "
+        "fastlm.data.load makes them from other forms"
+    )
+
+
+def _without(prompt: list[int], ids: list[int], labels: Sequence[int]) -> list[int]:
+    """Labels of what stands behind the prompt."""
+    n_same = common_prefix(prompt, ids)
+    return [IGNORED] * n_same + list(labels[n_same:])
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase, model: Any = None, args: Any = None) -> Ends:
+    """What samples should begin and end with, by the tokenizer, its template and the model's generation settings."""
+    ends = {tokenizer.eos_token_id}
+    n_embeddings = None
+    if model is not None:
+        n_embeddings = model.get_input_embeddings().weight.shape[0]
+        stops = model.generation_config.eos_token_id if model.can_generate() else None
+        ends |= set(stops if isinstance(stops, list) else [stops])
+    if tokenizer.chat_template is not None:
+        ends |= _closing_tokens(tokenizer)
+    blanks = tokenizer(["\n", "\n\n", " "], add_special_tokens=False)["input_ids"]
+    return Ends(
+        bos=tokenizer.bos_token_id,
+        begins=tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id],
+        ends=frozenset(ends - {None}),
+        blanks=frozenset(ids[0] for ids in map(tuple, blanks) if len(ids) == 1),
+        pad=tokenizer.pad_token_id,
+        unk=tokenizer.unk_token_id,
+        max_length=None if args is None or vars(args).get("packing") else vars(args).get("max_length"),
+        n_embeddings=n_embeddings,
+    )
+
+
+def _closing_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The token that ends an answer in the chat template."""
+    import jinja2
+
+    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    spans_of = AnswerSpans(tokenizer)
+    try:
+        text, spans = spans_of(chat)
+    except jinja2.TemplateError:
+        # the template wants another kind of conversation
+        return set()
+    answer = text[slice(*spans[-1])] if spans else ""
+    ids = tokenizer(answer.rstrip(), add_special_tokens=False)["input_ids"] if len(answer) > 1 else []
+    added = set(tokenizer.get_added_vocab().values())
+    return {ids[-1]} & added if ids else set()
