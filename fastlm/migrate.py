@@ -41,10 +41,7 @@ MISSING: Mapping[str, str] = {
 # and methods
 METHODS: Mapping[str, str] = {
     "fast_generate": "use model.generate()",
-    "load_lora": "load the adapter with PEFT's model.load_adapter()",
     "push_to_hub_gguf": "convert what save_pretrained_merged wrote with llama.cpp, and upload that",
-    "push_to_hub_merged": "save_pretrained_merged, then upload the folder with huggingface_hub.upload_folder",
-    "save_lora": "use model.save_pretrained(), which saves the adapter",
     "save_pretrained_gguf": "convert what save_pretrained_merged wrote with llama.cpp",
     "save_pretrained_torchao": "quantize what save_pretrained_merged wrote with torchao",
 }

@@ -31,7 +31,7 @@ from fastlm.config import (
     parse_rope,
     reject_unknown,
 )
-from fastlm.export.merge import save_pretrained_merged
+from fastlm.export import load_lora, push_to_hub, push_to_hub_merged, save_lora, save_pretrained_merged
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +86,20 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-_METHODS = {"save_pretrained_merged": save_pretrained_merged}
+_METHODS = {
+    "save_pretrained_merged": save_pretrained_merged,
+    "push_to_hub_merged": push_to_hub_merged,
+    "push_to_hub": push_to_hub,
+    "save_lora": save_lora,
+    "load_lora": load_lora,
+}
 
 
 def _bind_methods(model: nn.Module) -> None:
     for holder in (model, adapters.base_model(model)):
         for name, function in _METHODS.items():
             # a pickle finds the function by its own name: a bound method's would be looked up in the holder's class
-            method = functools.partial(function, holder)
+            method: Any = functools.partial(function, holder)
             method.__doc__ = function.__doc__
             holder.__dict__[name] = method
 

@@ -25,6 +25,7 @@ DOORS = {
     "bitsandbytes": ("quant.py",),
     "datasets": ("trainers.py", "chat_templates/", "data/"),
     "filelock": ("output.py",),
+    "httpx": ("export/",),
     "huggingface_hub": ("loading.py", "quant.py", "export/"),
     "jinja2": ("chat_templates/", "data/", "template_check.py"),
     "lm_eval": ("evaluation/harness.py",),

@@ -151,7 +151,7 @@ def test_what_has_no_counterpart_is_named():
         "m, t = FastLanguageModel.from_pretrained('x', fast_inference=True, gpu_memory_utilization=0.6)\n"
         "m = FastLanguageModel.get_peft_model(m, qat_scheme='int4')\n"
         "m.save_pretrained_gguf('g', t)\n"
-        "m.push_to_hub_merged('g', t)\n"
+        "m.push_to_hub_gguf('g', t)\n"
         "from unsloth_zoo.saving import x\n"
     )
     made = migrate_script(text)
@@ -162,7 +162,7 @@ def test_what_has_no_counterpart_is_named():
         (4, "fast_inference=True has no counterpart in from_pretrained"),
         (5, "qat_scheme='int4' has no counterpart in get_peft_model"),
         (6, "save_pretrained_gguf is not there"),
-        (7, "push_to_hub_merged is not there"),
+        (7, "push_to_hub_gguf is not there"),
         (8, "x has no counterpart"),
     ]
     ast.parse(made.after)

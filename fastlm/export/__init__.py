@@ -1,5 +1,7 @@
-"""Writing trained models to disk: merged 16-bit checkpoints and adapters."""
+"""Writing trained models to disk and to a hub: merged checkpoints and adapters."""
 
+from fastlm.export.hub import push_to_hub, push_to_hub_merged
+from fastlm.export.lora import load_lora, save_lora
 from fastlm.export.merge import save_pretrained_merged
 
-__all__ = ["save_pretrained_merged"]
+__all__ = ["load_lora", "push_to_hub", "push_to_hub_merged", "save_lora", "save_pretrained_merged"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from fastlm import files
 from fastlm.export.weights import Source
+
+logger = logging.getLogger(__name__)
 
 # of a save by transformers or by this module
 WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -239,19 +242,16 @@ def _compare(name: str, tensor: Tensor, path: Path, start: int, entry: Mapping[s
         )
 
 
-def tied_names(base: PreTrainedModel, weights: Mapping[str, Source], dtype: torch.dtype) -> tuple[set[str], list[str]]:
-    """Names that need no tensor because they equal the one they are tied to; none of them if a single one differs.
-
-    Returns:
-        the names, and the pair that differs.
-    """
+def tied_names(base: PreTrainedModel, weights: Mapping[str, Source], dtype: torch.dtype) -> set[str]:
+    """Names that need no tensor because they equal the one they are tied to; none of them if a single one differs."""
     pairs = {name: other for name, other in base.all_tied_weights_keys.items() if name in weights and other in weights}
     for name, other in pairs.items():
         if weights[name].same_tensors(weights[other]):
             continue
         if not torch.equal(weights[name].compute(dtype)[0], weights[other].compute(dtype)[0]):
-            return set(), [name, other]
-    return set(pairs), []
+            logger.info("%s and %s were trained apart: saved as two tensors, tie_word_embeddings=False", name, other)
+            return set()
+    return set(pairs)
 
 
 def dtype_rule(base: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Source], torch.dtype]:

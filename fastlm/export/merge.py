@@ -105,9 +105,7 @@ def save_pretrained_merged(
     with staging(target, replaces=_replaced(tokenizer)) as folder:
         save_tokenizer(tokenizer, folder, inner.get_input_embeddings().weight.shape[0])
         save_generation_config(inner, folder)
-        tied, apart = tied_names(inner, weights, dtype)
-        if apart:
-            logger.info("%s and %s were trained apart: saved as two tensors, tie_word_embeddings=False", *apart)
+        tied = tied_names(inner, weights, dtype)
         _save_config(inner, dtype, folder, is_tied=bool(tied), quantization=packer.config if packer else None)
         left_out = tied | set(inner._keys_to_ignore_on_save or ())
         written = {name: source for name, source in weights.items() if name not in left_out}
