@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fastlm.batches import DescribedBatches, pop_is_full
 from fastlm.optimizers import FusedAdamW
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class DeviceMetrics:
     model: Any
     state: Any
     accelerator: Any
+    data_collator: Any
     compute_loss_func: Any
     label_smoother: Any
     _tr_loss: Tensor
@@ -134,6 +136,8 @@ class DeviceMetrics:
     _total_train_tokens: int
     # tokens since the last log
     _tokens: Tensor | int = 0
+    # of the batch in hand
+    _mask_is_full: bool = False
     # whether a loss that is not finite is replaced here instead of in the Trainer's loop
     _filters_losses: bool = False
 
@@ -143,6 +147,25 @@ class DeviceMetrics:
         counted = "attention_mask" in inputs or "position_ids" in inputs
         return self.model.training and self.args.loss_type == "nll" and counted and not (special or parallel)
 
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        if self.args.world_size > 1:
+            # processes that share a stream of rows take its batches apart, and know tensors only
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        own = self.data_collator
+        self.data_collator = DescribedBatches(own)
+        try:
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.data_collator = own
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self._mask_is_full = pop_is_full(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        pop_is_full(inputs)
+        return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -151,6 +174,9 @@ class DeviceMetrics:
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
         inputs["use_cache"] = False
+        mask = inputs.get("attention_mask")
+        if mask is not None and self._mask_is_full:
+            del inputs["attention_mask"]
         outputs = model(**inputs, fused_lm_head=True)
         per_token = -outputs.log_probs
         n_items = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
@@ -162,11 +188,8 @@ class DeviceMetrics:
         for name, values in (("entropy", outputs.entropy.detach()), ("mean_token_accuracy", outputs.is_top1)):
             mean = gather(values.sum()).sum() / n_valid
             self._metrics["train"][name].append(torch.where(n_valid > 0, mean, torch.zeros_like(mean)))
-        if "attention_mask" in inputs:
-            self._tokens = self._tokens + gather(inputs["attention_mask"].sum()).sum()
-        else:
-            n_tokens = torch.full((), inputs["position_ids"].size(1), device=n_valid.device)
-            self._tokens = self._tokens + gather(n_tokens).sum()
+        places = inputs["position_ids"].new_ones(inputs["position_ids"].size(1)) if mask is None else mask
+        self._tokens = self._tokens + gather(places.sum()).sum()
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -1,9 +1,9 @@
 """What get_trainer leaves on the device between two logs: metrics, the filter of losses, the skip of a step; and short walks."""
 
 import copy
+import itertools
 import math
 import pickle
-import warnings
 
 import pytest
 import tiny
@@ -12,7 +12,7 @@ import training
 import trl
 
 import fastlm
-from fastlm import FastLanguageModel, optimizers, steps
+from fastlm import FastLanguageModel, batches, optimizers, steps
 from fastlm.optimizers import FusedAdamW
 
 TO_THE_BIT = 0.0
@@ -33,17 +33,23 @@ LOOPS = {
     "padding-free": dict(max_steps=3, logging_steps=2, padding_free=True, packing=True, max_length=32),
     "evaluated": dict(max_steps=4, logging_steps=3, eval_strategy="steps", eval_steps=2),
     "dft": dict(max_steps=3, logging_steps=2, loss_type="dft"),
+    "equal-lengths": dict(max_steps=4, logging_steps=3, eval_strategy="steps", eval_steps=2),
+    "equal-lengths-dft": dict(max_steps=3, logging_steps=2, loss_type="dft"),
+    "stream": dict(max_steps=3, logging_steps=2),
 }
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_is_logged_is_what_a_plain_trainer_logs(tmp_path, loop):
     """To the bit: losses, gradient norms, entropy, accuracy, tokens, and the weights."""
-    trainer = dict(eval_dataset=training.rows(seed=1)) if loop == "evaluated" else {}
+    lengths = (16,) * 8 if loop.startswith("equal") else training.LENGTHS
+    data = training.rows(lengths).to_iterable_dataset() if loop == "stream" else training.rows(lengths)
+    trainer = dict(eval_dataset=training.rows(lengths, seed=1)) if "eval_steps" in LOOPS[loop] else {}
     runs = []
     for make in (get_trainer, training.sft):
         model = training.ours()
-        runs.append((training.train(make(model, tmp_path, trainer=trainer, **LOOPS[loop])), training.trained(model)))
+        made = make(model, tmp_path, data, trainer=trainer, **LOOPS[loop])
+        runs.append((training.train(made), training.trained(model)))
     training.assert_same_run(runs[0][0], runs[1][0], TO_THE_BIT)
     training.assert_same_weights(runs[0][1], runs[1][1], TO_THE_BIT)
     assert all(isinstance(value, (int, float)) for entry in runs[0][0] for value in entry.values())
@@ -164,11 +170,11 @@ def test_a_step_that_is_not_finite_is_skipped_on_the_gpu_and_named(tmp_path, cap
 
 
 @pytest.mark.gpu
-def test_a_step_of_the_trainer_waits_once_and_only_for_the_layout(tmp_path):
-    """From the forward to the end of the step, packed rows whose bounds are only in the positions, nothing logged."""
-    trainer = get_trainer(
-        training.ours().to("cuda"), tmp_path, use_cpu=False, max_steps=5, logging_steps=100, packing=True, max_length=32
-    )
+@pytest.mark.parametrize("rows", [dict(packing=True, max_length=32), dict()], ids=["packed", "equal-lengths"])
+def test_a_step_of_the_trainer_waits_for_nothing(tmp_path, rows):
+    """From the forward to the end of the step, nothing logged: torch's own watch finds no wait."""
+    model, data = training.ours().to("cuda"), None if rows else training.rows((16,) * 8)
+    trainer = get_trainer(model, tmp_path, data, use_cpu=False, max_steps=5, logging_steps=100, **rows)
     step = trainer.training_step
 
     class Watch(fastlm.guards.TrainerCallback):
@@ -176,16 +182,49 @@ def test_a_step_of_the_trainer_waits_once_and_only_for_the_layout(tmp_path):
             torch.cuda.set_sync_debug_mode("default")
 
     def training_step(*args, **kwargs):
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.set_sync_debug_mode("error")
         return step(*args, **kwargs)
 
     trainer.training_step = training_step
     trainer.add_callback(Watch())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    try:
         trainer.train()
-    waits = [w for w in caught if "called a synchronizing CUDA operation" in str(w.message)]
-    assert trainer.state.global_step == 5 and len(waits) <= 5, waits
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.state.global_step == 5
+
+
+def test_a_loss_of_the_users_sees_the_collators_batch(tmp_path):
+    trainer = get_trainer(training.ours(), tmp_path, training.rows((16,) * 8), max_steps=1)
+    compute, seen = trainer.compute_loss, []
+
+    def compute_loss(model, inputs, **kwargs):
+        seen.append(set(inputs))
+        return compute(model, inputs, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    trainer.train()
+    assert seen == [{"input_ids", "attention_mask", "labels"}]
+
+
+@pytest.mark.parametrize("name", ["padding-free", "equal-lengths", "every-step"])
+def test_batches_say_what_they_are(tmp_path, name):
+    lengths = (16,) * 8 if name == "equal-lengths" else training.LENGTHS
+    trainer = get_trainer(
+        training.ours(), tmp_path, training.rows(lengths), **(LOOPS[name] if name == "padding-free" else {})
+    )
+    collate = trainer.data_collator
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert trainer.data_collator is collate
+    if name == "padding-free":
+        bounds = batch["cu_seq_lens_q"].tolist()
+        firsts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        assert bounds == [*firsts, batch["input_ids"].numel()] and len(bounds) > 2
+        assert batch["max_length_k"] == max(b - a for a, b in itertools.pairwise(bounds))
+        assert batches.pop_is_full(batch) is False
+    else:
+        assert batches.pop_is_full(batch) is (name == "equal-lengths") and "cu_seq_lens_q" not in batch
+        assert batches.pop_is_full(batch) is False
 
 
 # --- walks ---
