@@ -68,16 +68,22 @@ def _prepared(settings: TrainSettings) -> tuple[Any, Any, Any]:
     model, tokenizer = fastlm.FastLanguageModel.from_pretrained(**settings.model)
     if settings.chat_template is not None:
         tokenizer = get_chat_template(tokenizer, settings.chat_template)
+    if settings.new_tokens:
+        fastlm.add_new_tokens(model, tokenizer, settings.new_tokens)
     if settings.lora is not None:
         model = fastlm.FastLanguageModel.get_peft_model(model, **settings.lora)
     elif not settings.model.get("full_finetuning"):
         model = fastlm.FastLanguageModel.get_peft_model(model)
+    # a batch is one row, which is cut nowhere but by choice
+    whole = {} if settings.batches is None else {"per_device_train_batch_size": 1, "max_length": None}
     trainer = fastlm.FastLanguageModel.get_trainer(
-        model, train_dataset=train, args=dict(settings.trainer), eval_dataset=evaluated, processing_class=tokenizer
+        model, train_dataset=train, args=whole | settings.trainer, eval_dataset=evaluated, processing_class=tokenizer
     )
     is_chat = bool({"messages", "prompt"} & set(train.column_names or []))
     if settings.responses_only or (settings.responses_only is None and is_chat):
         train_on_responses_only(trainer)
+    if settings.batches is not None:
+        fastlm.data.batch_by_tokens(trainer, **settings.batches)
     return model, tokenizer, trainer
 
 

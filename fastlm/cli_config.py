@@ -24,7 +24,9 @@ data:                       # fastlm.data.load
   source: train.jsonl
 # eval_data: {source: test.jsonl}
 # chat_template: chatml     # fastlm.chat_templates.get_chat_template; the model's own if left out
+# new_tokens: [<scratch>]   # fastlm.add_new_tokens
 responses_only: true        # train_on_responses_only
+# batches: {tokens_per_batch: 8192, long: split}    # fastlm.data.batch_by_tokens
 trainer:                    # trl.SFTConfig
   output_dir: output
   learning_rate: 2.0e-4
@@ -42,8 +44,10 @@ class TrainSettings:
     """The sections of a configuration.
 
     Attributes:
-        model, lora, data, eval_data, trainer: arguments of the functions named in `EXAMPLE`; `lora` is None for none.
+        model, lora, data, eval_data, batches, trainer: arguments of the functions named in `EXAMPLE`; `lora` and `batches` are None for
+            none.
         chat_template: a name, or None for the tokenizer's own.
+        new_tokens: texts that become tokens.
         responses_only: train the answers alone; None: where the rows are conversations.
     """
 
@@ -52,7 +56,9 @@ class TrainSettings:
     trainer: dict[str, Any] = field(default_factory=dict)
     lora: dict[str, Any] | None = None
     eval_data: dict[str, Any] | None = None
+    batches: dict[str, Any] | None = None
     chat_template: str | None = None
+    new_tokens: list[str] | None = None
     responses_only: bool | None = None
 
 
@@ -80,6 +86,7 @@ def _allowed() -> dict[str, set[str]]:
         "lora": arguments(model.get_peft_model) - {"model"} | {"rank_pattern", "alpha_pattern", "exclude_modules"},
         "data": loads,
         "eval_data": loads,
+        "batches": arguments(fastlm.data.batch_by_tokens) - {"trainer"},
         "trainer": {each.name for each in dataclasses.fields(trl.SFTConfig) if each.init},
     }
 
@@ -122,11 +129,13 @@ def parse(text: str, overrides: Iterable[str] = (), name: str = "the configurati
     for section, key in (("model", "model_name"), ("data", "source")):
         if not merged.get(section, {}).get(key):
             raise ConfigError(f"{section}.{key} is missing: what to {'train' if section == 'model' else 'train on'}")
-    for key, kind in (("chat_template", str), ("responses_only", bool)):
+    for key, kind in (("chat_template", str), ("responses_only", bool), ("new_tokens", list)):
         if not isinstance(merged.get(key), (kind, type(None))):
             raise ConfigError(f"{key} must be {kind.__name__}, got {merged[key]!r}")
     sections: dict[str, Any] = merged
     settings = TrainSettings(**sections)
+    if settings.batches is not None and "tokens_per_batch" not in settings.batches:
+        raise ConfigError("batches.tokens_per_batch is missing: how many tokens a batch may hold")
     if settings.lora is not None and settings.model.get("full_finetuning"):
         raise ConfigError("lora and model.full_finetuning exclude each other: leave one out")
     return settings

@@ -55,6 +55,19 @@ def test_a_dry_run_trains_nothing(work):
     assert not (output / "final").exists()
 
 
+def test_new_tokens_and_packed_batches(work):
+    text = (work / "config.yaml").read_text().replace("  per_device_train_batch_size: 2\n", "")
+    text += "new_tokens: [<scratch>]\nbatches: {tokens_per_batch: 160, long: split}\n"
+    (work / "packed.yaml").write_text(text)
+    run("train", work / "packed.yaml", "--output", work / "packed", "--max-steps", 2, *CPU)
+    model, tokenizer = fastlm.FastLanguageModel.from_pretrained(str(work / "packed/final"), load_in_16bit=True)
+    assert tokenizer.convert_tokens_to_ids("<scratch>") == 259
+    assert model.peft_config["default"].trainable_token_indices == {"model.embed_tokens": [259]}
+    (work / "packed.yaml").write_text(text.replace("trainer:", "trainer:\n  per_device_train_batch_size: 2"))
+    said = run("train", work / "packed.yaml", "--output", work / "packed", code=2)
+    assert "set per_device_train_batch_size=1, got 2" in " ".join(said.split())
+
+
 def test_training_by_flags(work):
     flags = ("--model", work / "model", "--data", work / "train.jsonl", "--output", work / "flags", "--max-steps", 1)
     run("train", *flags, "--set", "model.load_in_16bit=true", "--set", "responses_only=false", *CPU)
@@ -76,6 +89,8 @@ MISTAKES = [
         "model: {model_name: x, full_finetuning: true}\nlora: {r: 8}\ndata: {source: x}",
         "lora and model.full_finetuning exclude each other",
     ),
+    ("model: {model_name: m}\ndata: {source: d}\nbatches: {long: split}", "batches.tokens_per_batch is missing"),
+    ("model: {model_name: m}\ndata: {source: d}\nnew_tokens: <a>", "new_tokens must be list, got '<a>'"),
 ]
 
 

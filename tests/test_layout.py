@@ -51,7 +51,7 @@ DOORS = {
         "tokens.py",
         "evaluation/",
     ),
-    "trl": ("trainers.py", "migrated.py", "cli_config.py", "chat_templates/"),
+    "trl": ("trainers.py", "migrated.py", "cli_config.py", "chat_templates/", "data/batches.py"),
     "typer": ("cli.py",),
     "yaml": ("cli_config.py",),
 }

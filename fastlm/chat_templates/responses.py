@@ -89,7 +89,9 @@ def _mask_dataset(
     import datasets
 
     if not isinstance(dataset, (datasets.Dataset, datasets.IterableDataset)):
-        raise TypeError(f"{name} must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__}")
+        raise TypeError(
+            f"{name} must be a datasets.Dataset or IterableDataset, got {type(dataset).__name__} (batch_by_tokens comes after this)"
+        )
     # an iterable data set may not know its columns
     columns = dataset.column_names or ["input_ids"]
     if "input_ids" not in columns:

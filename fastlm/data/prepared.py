@@ -80,9 +80,14 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, model: Any = None, args: Any = N
         blanks=frozenset(ids[0] for ids in map(tuple, blanks) if len(ids) == 1),
         pad=tokenizer.pad_token_id,
         unk=tokenizer.unk_token_id,
-        max_length=None if args is None or vars(args).get("packing") else vars(args).get("max_length"),
+        max_length=None if args is None or _keeps_all(vars(args)) else vars(args).get("max_length"),
         n_embeddings=n_embeddings,
     )
+
+
+def _keeps_all(settings: dict[str, Any]) -> bool:
+    """Whether a trainer packs rows without cutting any: TRL's best fit cuts those that are longer than a packed row."""
+    return bool(settings.get("packing")) and settings.get("packing_strategy") != "bfd"
 
 
 def _closing_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:

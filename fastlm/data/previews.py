@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastlm.chat_templates._token_text import TokenText
 from fastlm.chat_templates.labels import conversation_of
+from fastlm.data.batches import TokenBatches
 from fastlm.data.prepared import ends_of, tokenized
 from fastlm.data.statistics import IGNORED, Statistics, bounds, count, labels_of, warnings_of
 
@@ -227,7 +228,7 @@ def preview(
         tokenizer = tokenizer.tokenizer
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(f"a tokenizer is needed, as tokenizer= or in the trainer, got {type(tokenizer).__name__}")
-    if not isinstance(data, (datasets.Dataset, datasets.IterableDataset)):
+    if not isinstance(data, (datasets.Dataset, datasets.IterableDataset, TokenBatches)):
         raise TypeError(f"source must be a trainer with a data set, or a data set, got {type(data).__name__}")
     sample, notes = _sampled(data, rows, count_rows)
     if not sample:
