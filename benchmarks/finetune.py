@@ -3,7 +3,7 @@
     python benchmarks/finetune.py make --model llama-3.1-8b --out DIR [--bits 4]
     python benchmarks/finetune.py run --impl hf|liger|unsloth|fastlm --checkpoint DIR --out RUN [--setting default|recompute|keep]
         [--mode qlora|lora|full] [--bs 2] [--seq 2048] [--accum 1] [--data dense|ragged-padded|ragged-free|ragged-packed]
-        [--lengths FILE.jsonl] [--trainer plain|get_trainer] [--steps 20]
+        [--lengths FILE.jsonl] [--trainer plain|get_trainer] [--steps 20] [--attention NAME] [--busy]
     python benchmarks/finetune.py gate REFERENCE OTHER [OTHER …]
     python benchmarks/finetune.py record --run-id ID --commit SHA REFERENCE OTHER [OTHER …]
 
@@ -11,7 +11,8 @@ A run is one process: every library gets the same checkpoint (random weights of 
 adapters and the same optimizer through the same trainer, the way that library's own documentation loads a model. RUN is a folder:
 result.json and the final adapters. The gate compares runs with one of plain transformers + PEFT: over twenty steps on eight repeated
 rows the loss falls by a tenth, its relative difference is at most 2e-4 in the first five steps and 5e-3 later, gradient norms agree to
-2 %, final adapters to a cosine of 0.985. `record` appends the runs that pass to benchmarks/results/finetune.jsonl.
+2 %, final adapters to a cosine of 0.985. `record` appends the runs that pass to benchmarks/results/finetune.jsonl. `--busy` adds a few
+steps, in which nobody waits between steps, and measures which share of that time the GPU computes.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ RANK, LEARNING_RATE, N_ROWS = 16, 1e-3, 8
 # median and spread of instruction data's lengths in tokens, where no file of real rows is given
 _LOG_NORMAL = (5.6, 0.8)
 _WARM_UP = 3
+_BUSY_STEPS = 4
 
 
 def _nf4() -> Any:
@@ -142,6 +144,8 @@ class Run:
     trainer: str
     optim: str
     steps: int
+    attention: str
+    busy: bool
 
     @property
     def recomputes(self) -> bool | None:
@@ -178,7 +182,11 @@ def _load_stock(run: Run) -> Any:
     is_quantized = "quantization_config" in json.loads((run.checkpoint / "config.json").read_text())
     quantization = dict(quantization_config=_nf4()) if run.mode == "qlora" and not is_quantized else {}
     model = AutoModelForCausalLM.from_pretrained(
-        run.checkpoint, dtype=torch.bfloat16, device_map=_device_map(), attn_implementation="sdpa", **quantization
+        run.checkpoint,
+        dtype=torch.bfloat16,
+        device_map=_device_map(),
+        attn_implementation=run.attention,
+        **quantization,
     )
     if run.mode == "full":
         return model
@@ -218,7 +226,7 @@ def _rows(run: Run, vocab_size: int) -> list[list[int]]:
     """Random tokens. Dense rows repeat, so that a model that learns nothing shows."""
     import torch
 
-    generator, n = torch.Generator().manual_seed(1), run.bs * run.accum * run.steps
+    generator, n = torch.Generator().manual_seed(1), run.bs * run.accum * (run.steps + _BUSY_STEPS)
     draw = lambda length: torch.randint(300, min(vocab_size, 100_000), (length,), generator=generator).tolist()
     if run.data == "dense":
         few = [draw(run.seq) for _ in range(N_ROWS)]
@@ -242,24 +250,32 @@ def measure(run: Run) -> dict[str, Any]:
     _same_adapters(model)
     rows = _rows(run, model.config.vocab_size)
     times: list[float] = []
+    busy = _Busy()
 
     class Clock(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            if is_cuda:
+        def on_step_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            if is_cuda and state.global_step <= run.steps:
                 torch.cuda.synchronize()
             self.start = time.perf_counter()
+            if state.global_step == run.steps:
+                busy.begin()
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+            if state.global_step > run.steps:
+                return
             if is_cuda:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - self.start)
+            if state.global_step == run.steps:
+                _save_adapters(model, run.out)
 
     extra: dict[str, Any] = {}
     if run.impl in ("hf", "liger"):
         extra = dict(gradient_checkpointing=run.recomputes is not False, use_liger_kernel=run.impl == "liger")
     args = SFTConfig(
         output_dir=str(run.out), per_device_train_batch_size=run.bs, gradient_accumulation_steps=run.accum,
-        max_steps=run.steps, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", warmup_steps=0, logging_steps=1,
+        max_steps=run.steps + (_BUSY_STEPS if run.busy else 0), learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", warmup_steps=0, logging_steps=1,
         optim=run.optim, weight_decay=0.0, max_grad_norm=1.0, bf16=is_cuda, use_cpu=not is_cuda, report_to="none", seed=0,
         max_length=run.seq, packing=run.data == "ragged-packed", padding_free=run.data == "ragged-free", save_strategy="no",
         disable_tqdm=True, dataloader_num_workers=0, **extra,
@@ -277,10 +293,10 @@ def measure(run: Run) -> dict[str, Any]:
     else:
         trainer = SFTTrainer(**given)
     trainer.train()
-    history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    _save_adapters(model, run.out)
+    share = busy.end() if run.busy else None
+    history = [entry for entry in trainer.state.log_history if "loss" in entry][: run.steps]
     warm = times[_WARM_UP:]
-    tokens = sum(map(len, rows)) / run.steps
+    tokens = sum(map(len, rows)) / (run.steps + _BUSY_STEPS)
     return dict(
         impl=run.impl, setting=run.setting, trainer=run.trainer, model=_shape_of(run.checkpoint), mode=run.mode, bs=run.bs,
         seq=run.seq, accum=run.accum, data=run.data, optim=run.optim, ms=round(statistics.median(warm) * 1e3, 1),
@@ -288,9 +304,38 @@ def measure(run: Run) -> dict[str, Any]:
         peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2) if is_cuda else None,
         losses=[round(entry["loss"], 5) for entry in history],
         grad_norms=[round(entry.get("grad_norm", float("nan")), 5) for entry in history],
+        attention=run.attention, gpu_busy=None if share is None else round(share, 3),
         load_s=round(load_s, 1), first_s=round(times[0], 1), gpu=torch.cuda.get_device_name() if is_cuda else "cpu",
         command=" ".join(["finetune.py", *sys.argv[1:]]), **_versions(),
     )  # fmt: skip
+
+
+class _Busy:
+    """The share of some time in which the GPU computes: the union of its kernels' and copies' intervals."""
+
+    def begin(self) -> None:
+        import torch
+
+        # without a GPU none of its activities may be asked for
+        kinds = torch.profiler.ProfilerActivity
+        self._profile = torch.profiler.profile(activities=[kinds.CUDA if torch.cuda.is_available() else kinds.CPU])
+        self._profile.__enter__()
+        self._start = time.perf_counter()
+
+    def end(self) -> float:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        wall = time.perf_counter() - self._start
+        self._profile.__exit__(None, None, None)
+        on_device = torch.autograd.DeviceType.CUDA
+        spans = [event.time_range for event in self._profile.events() if event.device_type == on_device]
+        busy = end = 0.0
+        for span in sorted(spans, key=lambda span: span.start):
+            busy += max(0.0, span.end - max(end, span.start))
+            end = max(end, span.end)
+        return busy / 1e6 / wall
 
 
 def _shape_of(checkpoint: Path) -> str:
@@ -407,6 +452,8 @@ def main() -> None:
     part.add_argument("--lengths", type=Path, help="JSON lines of text whose lengths ragged rows have")
     part.add_argument("--trainer", choices=("plain", "get_trainer"), default="plain")
     part.add_argument("--optim", default="adamw_8bit")
+    part.add_argument("--attention", default="sdpa", help="attn_implementation of hf and liger")
+    part.add_argument("--busy", action="store_true", help="measure too which share of the time the GPU computes")
     for name in ("gate", "record"):
         part = parts.add_parser(name)
         part.add_argument("runs", nargs="+", type=Path)

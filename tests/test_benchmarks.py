@@ -40,10 +40,13 @@ def test_steps_of_two_libraries_pass_or_fail_the_gate(tmp_path):
     assert run("finetune.py", "make", "--model", "tiny", "--out", checkpoint).returncode == 0
     common = ("--checkpoint", checkpoint, "--seq", 32, "--steps", 6, "--optim", "adamw_torch")
     for impl, trainer in (("hf", "plain"), ("fastlm", "get_trainer")):
-        done = run("finetune.py", "run", "--impl", impl, "--trainer", trainer, "--out", tmp_path / impl, *common)
+        done = run(
+            "finetune.py", "run", "--impl", impl, "--trainer", trainer, "--out", tmp_path / impl, "--busy", *common
+        )
         assert done.returncode == 0, done.stderr
     results = {impl: json.loads((tmp_path / impl / "result.json").read_text()) for impl in ("hf", "fastlm")}
     assert results["fastlm"]["model"] == "tiny" and len(results["fastlm"]["losses"]) == 6
+    assert results["fastlm"]["gpu_busy"] == 0.0
     # random rows and so few steps teach nothing, and the gate says so of both; all else agrees
     done = run("finetune.py", "gate", tmp_path / "hf", tmp_path / "fastlm")
     assert done.returncode == 1 and done.stdout.count("BAD") == 2, done.stdout
@@ -65,7 +68,7 @@ def test_ragged_rows_have_the_lengths_of_real_text(tmp_path):
     file.write_text("".join(json.dumps(dict(text="a" * n)) + "\n" for n in (80, 400, 100_000)))
     settings = dict(
         impl="hf", checkpoint=tmp_path, out=tmp_path, setting="keep", mode="qlora", bs=2, seq=512, accum=1, trainer="plain",
-        optim="adamw_8bit", steps=20,
+        optim="adamw_8bit", steps=20, attention="sdpa", busy=False,
     )  # fmt: skip
     ragged = finetune.Run(**settings, data="ragged-padded", lengths=file)
     assert set(finetune.row_lengths(ragged, 60)) == {20, 100, 512}
