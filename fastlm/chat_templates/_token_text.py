@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ class TokenText:
         self.anchor = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self.anchor_text = self._decode([])
         self.pieces: dict[tuple[int, ...], str] = {}
+        # of tokens that are no part of a character, by themselves
+        self.whole: dict[int, str] = {}
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(
@@ -39,6 +42,13 @@ class TokenText:
         return self.pieces[ids]
 
     def __call__(self, ids: Sequence[int]) -> tuple[str, list[int], list[int]]:
+        known = [self.whole.get(token) for token in ids]
+        if None in known:
+            return self._one_by_one(ids)
+        bounds = list(itertools.accumulate(map(len, known), initial=0))  # type: ignore[arg-type]
+        return "".join(known), bounds[:-1], bounds[1:]  # type: ignore[arg-type]
+
+    def _one_by_one(self, ids: Sequence[int]) -> tuple[str, list[int], list[int]]:
         pieces: list[str] = []
         starts: list[int] = []
         ends: list[int] = []
@@ -46,6 +56,8 @@ class TokenText:
         while first < len(ids):
             last = first + 1
             piece = self._piece((ids[first],))
+            if not piece.endswith(_REPLACEMENT):
+                self.whole[ids[first]] = piece
             # bytes of one character: take further tokens of this kind until the character is whole
             while piece.endswith(_REPLACEMENT) and last < min(len(ids), first + _MAX_PARTS):
                 if _REPLACEMENT not in self._piece((ids[last],)):

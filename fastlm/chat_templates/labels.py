@@ -22,7 +22,8 @@ IGNORED = -100
 # other libraries' names for "train this token"; a `labels` column already says it
 MASKS = ("completion_mask", "assistant_masks")
 CONVERSATIONS = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
-_COLUMNS = ("input_ids", "labels", "attention_mask", "seq_lengths", *MASKS, *CONVERSATIONS)
+# what a row function reads
+READ = ("input_ids", "labels", "attention_mask", "seq_lengths", *MASKS, *CONVERSATIONS)
 
 
 def is_trained(labels: Sequence[int]) -> bool:
@@ -56,7 +57,7 @@ class RowLabels:
     def __call__(self, rows: dict[str, Any]) -> dict[str, list]:
         if len(rows["input_ids"]) and np.ndim(rows["input_ids"][0]) == 0:
             return {"labels": self._row(rows)}
-        names = [name for name in _COLUMNS if name in rows]
+        names = [name for name in READ if name in rows]
         columns = zip(*(rows[name] for name in names), strict=True)
         return {"labels": [self._row(dict(zip(names, row, strict=True))) for row in columns]}
 

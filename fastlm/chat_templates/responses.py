@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastlm.chat_templates.labels import (
     CONVERSATIONS,
     MASKS,
+    READ,
     ConversationLabels,
     ResponseLabels,
     RowLabels,
@@ -108,35 +109,47 @@ def _mask_dataset(
         by_markers = rows.by_markers()
     if isinstance(by_markers, ResponseLabels):
         _check_markers_occur(dataset, name, by_markers, max_length)
-    masked = dataset.map(
-        rows,
-        batched=True,
-        num_proc=num_proc,
-        remove_columns=[column for column in MASKS if column in columns],
-        desc=f"Labels on the answers in {name}",
+    known = [column for column in columns if column in READ]
+    # labels alone go through the map: the other columns, conversations among them, are not written again
+    made = dataset.select_columns(known).map(
+        _Told(rows), batched=True, num_proc=num_proc, remove_columns=known, desc=f"Labels on the answers in {name}"
     )
-    kept = masked.filter(is_trained, input_columns="labels", num_proc=num_proc, desc=f"Rows with an answer in {name}")
-    dropped = len(dataset) - len(kept)
-    if not dropped:
-        return kept, ""
-    reasons = _reasons(dataset, masked, max_length)
-    if len(kept) == 0:
+    lost = [number for number, is_kept in enumerate(made["is_trained"]) if not is_kept]
+    others = dataset.remove_columns([column for column in (*MASKS, "labels") if column in columns])
+    labels = made.remove_columns("is_trained")
+    masked = datasets.concatenate_datasets([others.with_format("arrow"), labels.with_format("arrow")], axis=1)
+    masked.set_format(**dataset.format | {"columns": None})
+    masked.info.description = dataset.info.description
+    if not lost:
+        return masked, ""
+    reasons = _reasons(dataset.select(lost), max_length)
+    if len(lost) == len(dataset):
         raise ValueError(
-            f"{name}: no label is left in {dropped} rows: {reasons}. Raise max_length, leave out what masks answers before "
+            f"{name}: no label is left in {len(lost)} rows: {reasons}. Raise max_length, leave out what masks answers before "
             "(completion_only_loss, a labels column), or look at the rows with fastlm.data.preview"
         )
-    told = f"{dropped} of {len(dataset)} in {name} ({reasons})"
+    kept = masked.select(sorted(set(range(len(dataset))) - set(lost)))
+    told = f"{len(lost)} of {len(dataset)} in {name} ({reasons})"
     kept.info.description = "; ".join([*filter(None, [kept.info.description]), f"dropped {told}"])
     return kept, told
 
 
-def _reasons(dataset: Any, masked: Any, max_length: int | None) -> str:
-    """Why rows have no label, with their numbers."""
-    lost = [n for n, labels in enumerate(masked.select_columns(["labels"])) if not is_trained(labels["labels"])]
-    before = dataset.select(lost)
-    had = before["labels"] if "labels" in dataset.column_names else [[0]] * len(lost)
+class _Told:
+    """For `datasets.map`, batched: labels, and whether a row has any."""
+
+    def __init__(self, rows: RowLabels):
+        self.rows = rows
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list]:
+        labels = self.rows(batch)["labels"]
+        return {"labels": labels, "is_trained": [is_trained(each) for each in labels]}
+
+
+def _reasons(lost: Any, max_length: int | None) -> str:
+    """Why rows got no label, with their numbers. `lost`: those rows as they were before."""
+    had = lost["labels"] if "labels" in lost.column_names else [[0]] * len(lost)
     counts: Counter[str] = Counter()
-    for ids, labels in zip(before["input_ids"], had, strict=True):
+    for ids, labels in zip(lost["input_ids"], had, strict=True):
         if not is_trained(labels):
             counts["had no label to train before"] += 1
         elif len(ids) == max_length:
