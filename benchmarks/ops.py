@@ -268,17 +268,27 @@ def main() -> None:
         )  # fmt: skip
         print(f"copy {ceilings.bytes_per_s / 1e9:.0f} GB/s, matrix product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s")
     chosen = [case for case in cases() if case.bench_shapes and (not options.only or case.name in options.only)]
-    start = time.perf_counter()
+    start, wrong = time.perf_counter(), []
     for case in chosen:
         if time.perf_counter() - start > options.seconds:
             print(f"{case.name} and what follows: no time left")
             break
-        for row in rows_of(case, ceilings, device, not options.without_compile):
-            if not options.small:
-                with options.output.open("a") as file:
-                    file.write(json.dumps(row | facts) + "\n")
-            measured = f"{row['p50_ms']:9.4f} ms {row['share']:6.1%}" if "p50_ms" in row else row.get("error", "runs")
-            print(f"{row['op']:22s} {row['shape']:28s} {row['direction']:8s} {row['impl']:26s} {measured}", flush=True)
+        try:
+            for row in rows_of(case, ceilings, device, not options.without_compile):
+                if not options.small:
+                    with options.output.open("a") as file:
+                        file.write(json.dumps(row | facts) + "\n")
+                measured = (
+                    f"{row['p50_ms']:9.4f} ms {row['share']:6.1%}" if "p50_ms" in row else row.get("error", "runs")
+                )
+                print(
+                    f"{row['op']:22s} {row['shape']:28s} {row['direction']:8s} {row['impl']:26s} {measured}", flush=True
+                )
+        except AssertionError as error:
+            wrong.append(case.name)
+            print(f"{case.name}: wrong, and not timed: {error}")
+    if wrong:
+        raise SystemExit(f"wrong: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":
