@@ -152,7 +152,7 @@ class Checkpoint:
         Raises:
             RuntimeError: naming the first tensor that is missing, superfluous or differs, with numbers.
         """
-        where = _places(folder)
+        where = places(folder)
         for group in self._groups:
             content, _ = self._content(group)
             while content:
@@ -208,7 +208,7 @@ def _groups(base: PreTrainedModel, meta: dict[str, Tensor], packs: Callable[[str
     return [whole]
 
 
-def _places(folder: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
+def places(folder: Path) -> dict[str, tuple[Path, int, dict[str, Any]]]:
     """Tensor name -> the file that holds it, where the file's data begin, and its entry in the header."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):

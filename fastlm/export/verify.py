@@ -17,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from fastlm import quant
-from fastlm.export.checkpoint import common_dtype
+from fastlm.export.checkpoint import common_dtype, places
 from fastlm.export.weights import Source
 
 logger = logging.getLogger(__name__)
 
 _ROWS, _LENGTH = 4, 16
+_HEAD_ROWS = 8192
 # how many times the error of 16-bit arithmetic the live model may be away from the saved weights
 _ALLOWED = 2.0
 
@@ -62,8 +65,7 @@ def check_logits(base: PreTrainedModel, weights: Mapping[str, Source], folder: P
     n_tokens = min(base.config.get_text_config().vocab_size, base.get_input_embeddings().weight.shape[0])
     ids = torch.randint(n_tokens, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(0))
     live = live_logits(base, weights, ids)
-    exact = saved_logits(base, weights, folder, torch.float32, ids)
-    rounded = saved_logits(base, weights, folder, dtype if dtype != torch.float32 else torch.bfloat16, ids)
+    exact, rounded = saved_logits(base, weights, folder, dtype, ids)
     for what, values in (("the live model", live), ("the saved model in float32", exact), ("the saved model", rounded)):
         if not values.isfinite().all():
             raise RuntimeError(
@@ -114,19 +116,70 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def saved_logits(
     base: PreTrainedModel, weights: Mapping[str, Source], folder: Path, dtype: torch.dtype, ids: Tensor
-) -> Tensor:
-    """What the model in `folder` answers, loaded in `dtype` module by module. Eager attention: it leaves no part of a model out."""
+) -> tuple[Tensor, Tensor]:
+    """What the model in `folder` answers in float32, and in 16 bits. Eager attention: it leaves no part of a model out.
+
+    It is loaded in its own dtype, which reads nothing yet; weights become those of the other run when they are read for it.
+
+    Raises:
+        RuntimeError: if transformers finds tensors missing, superfluous or of another shape.
+    """
     device = base.get_input_embeddings().weight.device
     with tempfile.TemporaryDirectory(dir=folder, prefix=".offload-") as scratch:
         loaded, info = type(base).from_pretrained(
-            folder, dtype=dtype, device_map=_from_disk(base, weights, device), offload_folder=scratch, output_loading_info=True,
-            attn_implementation="eager", local_files_only=True,
+            folder, dtype=dtype, device_map=_from_disk(base, weights, device), offload_folder=scratch,
+            output_loading_info=True, attn_implementation="eager", local_files_only=True,
         )  # fmt: skip
         wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
         if wrong:
             raise RuntimeError(f"transformers cannot load what was written to {folder}: {wrong}; nothing was saved")
-        logits: Tensor = loaded.eval()(input_ids=ids.to(device), use_cache=False).logits[:, -1].float().cpu()
-        return logits
+        _read_head_in_blocks(base, loaded, folder)
+        answers = {}
+        for run in (dtype, torch.bfloat16 if dtype == torch.float32 else torch.float32):
+            if run != dtype:
+                _convert(loaded, dtype, run)
+            logits = loaded.eval()(input_ids=ids.to(device), use_cache=False).logits[:, -1]
+            answers[run] = logits.float().cpu()
+    exact = answers.pop(torch.float32)
+    return exact, answers.popitem()[1]
+
+
+def _convert(loaded: PreTrainedModel, before: torch.dtype, after: torch.dtype) -> None:
+    """Have the next run read its weights in another dtype. Buffers, as RoPE's frequencies, keep theirs."""
+    embedding: Any = loaded.get_input_embeddings()
+    is_plain = type(embedding) is nn.Embedding
+    for parameter in loaded.parameters():
+        # a large table, of which a few rows are read
+        if parameter.dtype == before and not (is_plain and parameter is embedding.weight):
+            parameter.data = parameter.data.to(after)
+    if is_plain:
+        embedding.register_forward_hook(lambda module, args, output: output.to(after))
+
+
+class _HeadOnDisk(nn.Module):
+    """A linear layer that reads its weight [V, D] from a safetensors file, some rows at a time, in the dtype of its input."""
+
+    def __init__(self, path: Path, name: str):
+        super().__init__()
+        self._path, self._name = path, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        with safe_open(self._path, framework="pt") as file:
+            rows = file.get_slice(self._name)
+            starts = range(0, rows.get_shape()[0], _HEAD_ROWS)
+            return torch.cat([functional.linear(x, rows[at : at + _HEAD_ROWS].to(x)) for at in starts], dim=-1)
+
+
+def _read_head_in_blocks(base: PreTrainedModel, loaded: PreTrainedModel, folder: Path) -> None:
+    """A vocabulary's matrix is larger than all others, and would be read whole, and once more in float32."""
+    head: Any = loaded.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return
+    name = next(path for path, module in loaded.named_modules() if module is head) + ".weight"
+    where = places(folder)
+    stored = name if name in where else base.all_tied_weights_keys.get(name)
+    if stored in where:
+        loaded.set_output_embeddings(_HeadOnDisk(where[stored][0], stored))
 
 
 def _from_disk(base: PreTrainedModel, weights: Mapping[str, Source], device: torch.device) -> dict[str, Any]:
@@ -135,10 +188,10 @@ def _from_disk(base: PreTrainedModel, weights: Mapping[str, Source], device: tor
     for name, source in weights.items():
         module = name.rpartition(".")[0]
         sizes[module] = sizes.get(module, 0) + math.prod(source.shape)
-    places: dict[str, Any] = dict.fromkeys(sizes, "disk")
+    found: dict[str, Any] = dict.fromkeys(sizes, "disk")
     # transformers refuses a model that is on the disk as a whole
-    places[min(sizes, key=sizes.__getitem__)] = str(device)
+    found[min(sizes, key=sizes.__getitem__)] = str(device)
     for name, module in base.named_modules():
-        if name not in places and any(True for _ in module.buffers(recurse=False)) and "base_layer" not in name:
-            places[name] = str(device)
-    return places
+        if name not in found and any(True for _ in module.buffers(recurse=False)) and "base_layer" not in name:
+            found[name] = str(device)
+    return found
