@@ -3,13 +3,15 @@
     python benchmarks/ops.py --run-id ID --commit SHA [--only rms_norm glu] [--output ops.jsonl] [--small] [--without-compile]
 
 Each op is first checked against float64 (`fastlm_kernels.testing`); what is wrong is not timed. A time is that of the device: rounds
-over several sets of inputs, together larger than the cache, replayed as one CUDA graph. The share is of a ceiling that the same run
-measured: a large copy, or a large matrix product. `--small` is a dry run on any device, with the tests' shapes and without times.
+over several sets of inputs, together larger than the cache, replayed as one CUDA graph, or queued as they are where the op waits for
+the device. The share is of a ceiling that the same run measured: a large copy, or a large matrix product. `--small` is a dry run on any
+device, with the tests' shapes and without times.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import math
@@ -32,6 +34,8 @@ DTYPE = torch.bfloat16
 # several times the second-level cache of a data-centre GPU
 _ROTATED_BYTES = 400 * 2**20
 _REPLAYS = 20
+# ops that ask the device how many rows have a label
+_WAITING = "linear_"
 
 
 @dataclass(frozen=True)
@@ -46,39 +50,69 @@ class Ceilings:
         return 1e3 * max(n_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
 
-def _times_ms(rounds: list[Callable[[], Any]]) -> list[float]:
-    """Milliseconds a call, each over one replay of a graph of all rounds."""
+def _waits(call: Callable[[], Any]) -> bool:
+    """Whether torch sees the call wait for the device, which no graph can."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
+
+
+def _times_ms(make_rounds: Callable[[], list[Callable[[], Any]]], waits: bool = False) -> list[float]:
+    """Milliseconds a call, each over one replay of a graph of all rounds.
+
+    Args:
+        make_rounds: makes the calls, on the stream that they are captured on.
+        waits: the calls wait for the device, and are queued as they are.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    graph = None
     with torch.cuda.stream(stream):
+        rounds = make_rounds()
         for call in rounds + rounds:
             call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in rounds:
-            call()
+        waits = waits or _waits(rounds[0])
+    torch.cuda.synchronize()
+    if not waits:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in rounds:
+                call()
     times = []
-    for _ in range(_REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / len(rounds))
+    with torch.cuda.stream(stream):
+        for _ in range(_REPLAYS + 2):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            if graph is not None:
+                graph.replay()
+            else:
+                for call in rounds:
+                    call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / len(rounds))
     return times[2:]
 
 
 def _copied_bytes_per_s() -> float:
     source = torch.randn(2**30, device="cuda", dtype=DTYPE)
     target = torch.empty_like(source)
-    ms = statistics.median(_times_ms([lambda: target.copy_(source)]))
+    # a kernel: a graph leaves plain copies to the copy engine, which is slower
+    ms = statistics.median(_times_ms(lambda: [lambda: torch.neg(source, out=target)]))
     return 2 * source.numel() * source.element_size() / ms * 1e3
 
 
 def _product_flops_per_s(size: int = 8192) -> float:
     a, b = (torch.randn(size, size, device="cuda", dtype=DTYPE) for _ in range(2))
-    ms = statistics.median(_times_ms([lambda: a @ b]))
+    ms = statistics.median(_times_ms(lambda: [lambda: a @ b]))
     return 2 * size**3 / ms * 1e3
 
 
@@ -199,6 +233,12 @@ Make = Callable[[Callable[..., Any], Inputs, tuple[str, ...]], Callable[[], Any]
 Ideal = Callable[[Shape, int], tuple[float, float]]
 
 
+def _rounds(
+    make: Make, function: Callable[..., Any], sets: list[Inputs], gradients: tuple[str, ...]
+) -> list[Callable[[], Any]]:
+    return [make(function, inputs, gradients) for inputs in sets]
+
+
 def _passes(case: Case) -> Iterator[tuple[str, Make, tuple[str, ...], Ideal]]:
     """What is timed of an op: gradients of activations alone, since weights are frozen where adapters train."""
     activations = tuple(name for name in case.gradients if "weight" not in name and name != "bias")
@@ -225,12 +265,12 @@ def rows_of(
             for direction, make, gradients, ideal in _passes(case):
                 row: dict[str, Any] = dict(op=case.name, shape=label, impl=name, direction=direction)
                 try:
-                    rounds = [make(function, s, gradients) for s in sets]
+                    make_rounds = functools.partial(_rounds, make, function, sets, gradients)
                     if ceilings is None:
-                        rounds[0]()
+                        make_rounds()[0]()
                         yield row
                         continue
-                    times = sorted(_times_ms(rounds))
+                    times = sorted(_times_ms(make_rounds, waits=case.name.startswith(_WAITING)))
                 except (RuntimeError, TypeError, ValueError) as error:
                     yield row | dict(error=f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
                     continue
@@ -240,8 +280,6 @@ def rows_of(
                     p20_ms=p20, p50_ms=p50, p80_ms=p80, gb_s=n_bytes / p50 / 1e6, tflop_s=flops / p50 / 1e9,
                     share=ceilings.floor_ms(n_bytes, flops) / p50,
                 )  # fmt: skip
-                del rounds
-        del sets
 
 
 def main() -> None:
