@@ -73,3 +73,63 @@ def test_ragged_rows_have_the_lengths_of_real_text(tmp_path):
     ragged = finetune.Run(**settings, data="ragged-padded", lengths=file)
     assert set(finetune.row_lengths(ragged, 60)) == {20, 100, 512}
     assert finetune.row_lengths(finetune.Run(**settings, data="dense", lengths=None), 3) == [512] * 3
+
+
+def questions(folder):
+    """Rows as GSM8K has them, of our own."""
+    file = folder / "rows.jsonl"
+    rows = (
+        dict(question=f"What is {n} + {n}?", answer=f"{n}+{n}=<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}")
+        for n in range(1, 25)
+    )
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_preparation_makes_the_same_rows_as_trl(tmp_path):
+    import checkpoint
+
+    model = checkpoint.save(tmp_path / "model")
+    done = run("preparation.py", "--data", questions(tmp_path), "--tokenizer", model, "--rounds", 1)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["impl"] for row in rows] == ["fastlm", "trl", "trl-completion"]
+    assert all(row["rows"] == 24 and row["rows_s"] > 0 for row in rows)
+
+
+def test_question_answering_is_judged_before_and_after(tmp_path):
+    import checkpoint
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import gsm8k
+
+    file = questions(tmp_path)
+    common = (
+        "--train",
+        file,
+        "--test",
+        file,
+        "--out",
+        tmp_path / "out.jsonl",
+        "--model",
+        checkpoint.save(tmp_path / "model"),
+    )
+    few = ("--seeds", 3, "--steps", 2, "--batch", 2, "--test-rows", 3, "--generate", 2, "--new-tokens", 4)
+    done = run("gsm8k.py", *common, *few)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["impl"], row["seed"], len(row["losses"])) for row in rows] == [("trl", 3, 2), ("fastlm", 3, 2)]
+    ours, theirs = rows[1], rows[0]
+    assert all(abs(a - b) <= 1e-4 * b for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    for when in ("before", "after"):
+        assert (
+            abs(ours[when]["loss"] - theirs[when]["loss"]) <= 1e-4 * theirs[when]["loss"] and ours[when]["format"] == 0
+        )
+    assert ours["after"]["loss"] < ours["before"]["loss"]
+    # a spread of several seeds, and a difference within and beyond it
+    others = [dict(row, seed=4, losses=[loss + 0.2 for loss in row["losses"]]) for row in rows]
+    text, agrees = gsm8k.verdict(rows + others)
+    assert agrees and "spread of trl's 2 seeds: 0.20000" in text
+    others[1]["losses"] = [loss + 0.5 for loss in others[1]["losses"]]
+    text, agrees = gsm8k.verdict(rows + others)
+    assert not agrees and "fastlm less trl: +0.25" in text
