@@ -43,7 +43,7 @@ METHODS: Mapping[str, str] = {
     "fast_generate": "use model.generate()",
     "push_to_hub_gguf": "convert what save_pretrained_merged wrote with llama.cpp, and upload that",
     "save_pretrained_gguf": "convert what save_pretrained_merged wrote with llama.cpp",
-    "save_pretrained_torchao": "quantize what save_pretrained_merged wrote with torchao",
+    "save_pretrained_torchao": "use save_pretrained_merged(..., save_method='torchao_fp8'), or 'torchao_int8'",
 }
 # arguments of calls that fastlm does not take and does not need
 _DROPPED = {"get_chat_template": ("patch_saving", "use_zoo_tokenizer_patch")}

@@ -50,5 +50,5 @@ def test_three_layers_of_70b(tmp_path):
         vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8
     )
     found = measure(tmp_path, num_hidden_layers=3, save=dict(max_shard_size="5GB"), **shapes)
-    assert found["written_mib"] > 9 * 1000
+    assert found["written_mib"] > 8800
     assert found["peak_mib"] - found["live_mib"] <= 5e9 / 2**20 + GIBIBYTE, found

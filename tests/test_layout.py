@@ -23,6 +23,7 @@ CHECKOUT = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "te
 DOORS = {
     "accelerate": (),
     "bitsandbytes": ("quant.py",),
+    "compressed_tensors": ("export/",),
     "datasets": ("trainers.py", "chat_templates/", "data/"),
     "filelock": ("output.py",),
     "httpx": ("export/",),
@@ -34,6 +35,7 @@ DOORS = {
     "rich": ("data/", "cli.py"),
     "safetensors": ("loading.py", "export/"),
     "torch": ("",),
+    "torchao": ("export/",),
     "transformers": (
         "loading.py",
         "binding.py",

@@ -27,11 +27,12 @@ from fastlm.export.checkpoint import WEIGHT_FILE, Checkpoint, common_dtype, dtyp
 from fastlm.export.folders import staging
 from fastlm.export.four_bit import FourBit
 from fastlm.export.sources import TOKENIZER_FILES, save_generation_config, save_tokenizer
+from fastlm.export.targets import TARGETS, check_target, quantize_folder
 from fastlm.export.weights import PLAIN_DTYPES, Source, effective_weights
 
 logger = logging.getLogger(__name__)
 
-SAVE_METHODS = ("merged_16bit", "merged_4bit", "merged_4bit_forced", "lora")
+SAVE_METHODS = ("merged_16bit", "merged_4bit", "merged_4bit_forced", "lora", *TARGETS)
 _GGUF = ("gguf", "f16", "bf16", "f32", "q8_0", "q4_k_m", "q5_k_m", "q6_k", "q4_0", "q2_k", "q3_k_m")
 _NOT_YET = dict.fromkeys(_GGUF, "save 'merged_16bit' and convert that folder with llama.cpp's convert_hf_to_gguf.py")
 _SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,7 +62,8 @@ def save_pretrained_merged(
         tokenizer: saved beside the weights, if given; a processor works too. Files of a tokenizer, and generation settings, that are as
             they were loaded are copies of their source's, byte for byte.
         save_method: "merged_16bit"; "merged_4bit" (bitsandbytes: weights that an adapter changes are quantized anew, which
-            "merged_16bit" avoids); "lora" (PEFT's own format).
+            "merged_16bit" avoids); "lora" (PEFT's own format); or a format of another library, listed in `fastlm.export.targets`, made of
+            the verified 16-bit model, which then lies in memory as a whole.
         max_shard_size: largest weight file, bytes or a text such as "5GB"; a single larger tensor gets its own file. Beyond the live model,
             the memory of one such file is needed, and of one tensor.
         dtype: torch.bfloat16, torch.float16 or torch.float32; by default the model's own 16-bit dtype, bfloat16 for a
@@ -79,6 +81,7 @@ def save_pretrained_merged(
             form, is switched off or changes no saved weight, weights that are not finite, a `base` of another model, or a folder
             with an adapter.
         RuntimeError: if the verification fails, with numbers.
+        ImportError: if the library of a format is not installed, naming the extra.
         NotImplementedError: for a format that is not supported yet; the text says what to use.
     """
     _check_method(save_method)
@@ -101,7 +104,7 @@ def save_pretrained_merged(
     dtype = _saved_dtype(inner, weights, dtype)
     if base is not None:
         weights = with_base(weights, base)
-    packer = None if save_method == "merged_16bit" else FourBit(inner, weights, dtype)
+    packer = FourBit(inner, weights, dtype) if save_method.startswith("merged_4bit") else None
     with staging(target, replaces=_replaced(tokenizer)) as folder:
         save_tokenizer(tokenizer, folder, inner.get_input_embeddings().weight.shape[0])
         save_generation_config(inner, folder)
@@ -116,8 +119,11 @@ def save_pretrained_merged(
             logger.info("verified: %d tensors", checkpoint.verify(folder))
             if packer is None and base is None:
                 verification.check_logits(inner, weights, folder, dtype)
+        form = "in bitsandbytes' 4-bit form" if packer else f"in {str(dtype).removeprefix('torch.')}"
+        if save_method in TARGETS:
+            quantize_folder(inner, folder, save_method, max_shard_size)
+            form = f"quantized as {save_method}"
         if not (target / "README.md").exists():
-            form = "in bitsandbytes' 4-bit form" if packer else f"in {str(dtype).removeprefix('torch.')}"
             merged_card(model, inner, f"its weights {form}").save(folder / "README.md")
 
 
@@ -143,8 +149,15 @@ def _save_adapter(model: Any, base: PreTrainedModel, target: Path, tokenizer: An
 
 
 def _check_method(save_method: str) -> None:
+    if save_method in TARGETS:
+        check_target(save_method)
     if save_method in SAVE_METHODS:
         return
+    if save_method == "torchao_int4":
+        raise ValueError(
+            "save_method='torchao_int4' is not there: torchao packs int4 weights on and for one kind of GPU. "
+            "'compressed_tensors_w4a16' has int4 weights that vLLM and SGLang read"
+        )
     if save_method in _NOT_YET:
         raise NotImplementedError(f"save_method={save_method!r} is not supported yet: {_NOT_YET[save_method]}")
     raise ValueError(f"save_method must be one of {', '.join(map(repr, SAVE_METHODS))}, got {save_method!r}")
