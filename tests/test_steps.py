@@ -249,6 +249,25 @@ def test_short_walks_do_what_torch_does():
     assert vars(model).keys() == before.keys()
 
 
+def test_short_walks_see_what_is_put_in_later():
+    """New modules, others in the place of known ones, and other parameters of known ones, as FSDP2 makes them."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Dropout()))
+    with steps.short_walks(model):
+        model.train()
+        model.zero_grad()
+        model[1].add_module("more", torch.nn.Linear(2, 2))
+        model[0] = torch.nn.Linear(2, 3)
+        model[1].more.weight = torch.nn.Parameter(torch.ones(2, 2))
+        for module in model.modules():
+            module.training = False
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        model.train()
+        model.zero_grad()
+        assert all(module.training for module in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+
+
 def test_a_copy_and_a_pickle_have_torchs_own_walks():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Dropout()))
     with steps.short_walks(model):
