@@ -217,12 +217,13 @@ def chat(
 def merge(
     adapter: Annotated[str, typer.Argument(help="The adapter's folder.")],
     output: Annotated[Path, typer.Argument(help="The folder to write.")],
+    method: Annotated[str, typer.Option(help="merged_16bit, merged_4bit, compressed_tensors_fp8, ….")] = "merged_16bit",
 ) -> None:
-    """Write an adapter and its base model as one model in 16 bit."""
+    """Write an adapter and its base model as one model, in 16 bit or another format."""
     loaded, tokenizer = _loaded(adapter, load_in_16bit=True)
     try:
-        loaded.save_pretrained_merged(str(output), tokenizer, save_method="merged_16bit")
-    except (ValueError, TypeError) as error:
+        loaded.save_pretrained_merged(str(output), tokenizer, save_method=method)
+    except (ValueError, TypeError, RuntimeError, ImportError) as error:
         raise _fail(error) from error
     _show([("written", str(output))])
 

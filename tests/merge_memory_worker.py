@@ -89,7 +89,7 @@ def resident() -> float:
 
 
 def main(settings):
-    save = settings.pop("save")
+    save, device = settings.pop("save"), settings.pop("device", "cpu")
     small = dict(
         vocab_size=256,
         hidden_size=128,
@@ -101,13 +101,18 @@ def main(settings):
     with tempfile.TemporaryDirectory(dir=settings.pop("folder")) as folder:
         # what libraries load on their first use is no memory of the save
         save_pretrained_merged(model(**small), folder + "/small", **save)
-        live = model(**settings)
+        live = model(**settings).to(device)
         before, start = resident(), time.perf_counter()
         save_pretrained_merged(live, folder + "/out", **save)
         seconds = time.perf_counter() - start
         written = sum(path.stat().st_size for path in Path(folder, "out").glob("*.safetensors"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEBIBYTE
-    print(json.dumps(dict(live_mib=before, peak_mib=peak, written_mib=written / MEBIBYTE, seconds=seconds)))
+    gpu = torch.cuda.max_memory_allocated() / MEBIBYTE if device != "cpu" else 0.0
+    print(
+        json.dumps(
+            dict(gpu_peak_mib=gpu, live_mib=before, peak_mib=peak, written_mib=written / MEBIBYTE, seconds=seconds)
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -160,6 +160,10 @@ def test_merge_and_report(work):
     merged = AutoModelForCausalLM.from_pretrained(work / "merged")
     assert merged.dtype is torch.bfloat16 and merged.config.num_hidden_layers == 2
     assert "model.layers.1" in run("report", work / "merged", "--no-load-in-4bit")
+    run("merge", work / "output/final", work / "merged4", "--method", "merged_4bit")
+    assert AutoModelForCausalLM.from_pretrained(work / "merged4").is_loaded_in_4bit
+    shown = run("merge", work / "output/final", work / "merged5", "--method", "merged_5bit", code=2)
+    assert "error: save_method must be one of" in shown and not (work / "merged5").exists()
 
 
 def test_migrate(tmp_path):
