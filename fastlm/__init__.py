@@ -9,8 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastlm import chat_templates, data, evaluation
+    from fastlm import chat_templates, data, evaluation, memory
     from fastlm.guards import callbacks
+    from fastlm.memory.manager import set_memory_strategy
+    from fastlm.memory.prediction import estimate, max_batch_size, max_seq_length
     from fastlm.migrated import (
         SFTConfig,
         SFTTrainer,
@@ -34,6 +36,10 @@ _WHERE = {
     "report": "fastlm.reporting",
     "callbacks": "fastlm.guards",
     "add_new_tokens": "fastlm.tokens",
+    "estimate": "fastlm.memory.prediction",
+    "max_batch_size": "fastlm.memory.prediction",
+    "max_seq_length": "fastlm.memory.prediction",
+    "set_memory_strategy": "fastlm.memory.manager",
     "SFTConfig": "fastlm.migrated",
     "SFTTrainer": "fastlm.migrated",
     "UnslothTrainer": "fastlm.migrated",
@@ -43,7 +49,7 @@ _WHERE = {
     "unsloth_train": "fastlm.migrated",
 }
 # packages with names of their own
-_PACKAGES = ("chat_templates", "data", "evaluation")
+_PACKAGES = ("chat_templates", "data", "evaluation", "memory")
 __all__ = [
     "FastLanguageModel",
     "FastModel",
@@ -55,12 +61,17 @@ __all__ = [
     "callbacks",
     "chat_templates",
     "data",
+    "estimate",
     "evaluation",
     "is_bf16_supported",
     "is_bfloat16_supported",
+    "max_batch_size",
+    "max_seq_length",
+    "memory",
     "patch_model",
     "report",
     "revert",
+    "set_memory_strategy",
     "unsloth_train",
 ]
 

@@ -200,6 +200,8 @@ def patch(
     deterministic: bool | None = None,
     rounds_once: bool | None = None,
     cuda_graphs: bool | None = None,
+    memory: str | float | None = None,
+    host_memory: float | None = None,
 ) -> None:
     """Bind all fast parts that fit this model. Patching again takes in adapters that were added since.
 
@@ -210,6 +212,7 @@ def patch(
         deterministic: gradients are equal to the bit between runs.
         rounds_once: an adapter's product is added before the base product is rounded.
         cuda_graphs: layers are replayed as CUDA graphs.
+        memory, host_memory: as `Memory`.
             None for one of these leaves it as it was: at first, only graphs are on.
 
     Raises:
@@ -234,6 +237,7 @@ def patch(
     state.rounds_once = state.rounds_once if rounds_once is None else rounds_once
     if cuda_graphs is not None and cuda_graphs != (state.graphs is not None):
         state.graphs = LayerGraphs() if cuda_graphs else None
+    state.memory.choose_strategy(memory, host_memory)
     if isinstance(family, str):
         state.reasons[""] = family
     else:
@@ -255,10 +259,12 @@ def patch(
 
 
 def release_graphs(model: nn.Module) -> None:
-    """Give back the memory of captured layers: nobody trains for now."""
+    """Give back the memory of captured layers, and of the host: nobody trains for now."""
     state = state_of(model)
-    if state is not None and state.graphs is not None:
-        state.graphs.release()
+    if state is not None:
+        state.memory.release()
+        if state.graphs is not None:
+            state.graphs.release()
 
 
 def revert(model: nn.Module) -> None:
@@ -301,7 +307,7 @@ def set_checkpointing(base: nn.Module, mode: bool | None) -> None:
     """Let the model recompute its layers always (True), never (False), or as the trainer says (None)."""
     state = state_of(base)
     if state is not None:
-        state.checkpointing = mode
+        state.checkpointing = state.memory.checkpointing = mode
     if mode is True:
         base.gradient_checkpointing_enable()
     elif mode is False:

@@ -307,6 +307,30 @@ def load_model(config: LoadConfig, source: Source) -> tuple[PreTrainedModel, int
     return model, length
 
 
+def read_config(directory: str) -> Any:
+    """The config in a local directory.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    found = _directory(directory)
+    if found is None:
+        raise FileNotFoundError(f"there is no directory {directory!r} with a config.json")
+    _check_model_directory(found)
+    with _blaming(found, "config.json"):
+        return AutoConfig.from_pretrained(found, local_files_only=True)
+
+
+def empty_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config without memory for its weights.
+
+    Raises:
+        ValueError: if the config is none of a causal language model.
+    """
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+
+
 def _needs_eager(model_config: Any) -> bool:
     """Whether attention scores are capped by a model whose attention stays stock: transformers' SDPA drops the cap."""
     settings = model_config.get_text_config().to_dict()

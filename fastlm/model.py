@@ -32,6 +32,7 @@ from fastlm.config import (
     reject_unknown,
 )
 from fastlm.export import load_lora, push_to_hub, push_to_hub_merged, save_lora, save_pretrained_merged
+from fastlm.memory.manager import parse_host, parse_strategy
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ def patch_model(
     deterministic: bool = False,
     lora_rounding: str = "stock",
     cuda_graphs: bool = True,
+    memory: str | float | None = None,
+    host_memory: float | None = None,
 ) -> nn.Module:
     """Put the fast paths on a loaded model. Only this instance changes; `revert` takes them off again.
 
@@ -57,6 +60,9 @@ def patch_model(
             adapter adds below half a unit, so that losses differ from stock's.
         cuda_graphs: on a CUDA GPU, a layer that trains on batches of one shape is captured as CUDA graphs and replayed. Values do not
             change; the host has less to do.
+        memory: what layers keep for their backward, as `fastlm.set_memory_strategy`; no plan changes a value. None: its default, or
+            "balanced" where the trainer asks for gradient checkpointing.
+        host_memory: GiB of host memory that activations may take; None is a share of what is free.
 
     Returns:
         The same model.
@@ -67,7 +73,10 @@ def patch_model(
     """
     check_flags(strict=strict, deterministic=deterministic, cuda_graphs=cuda_graphs)
     rounds_once = parse_lora_rounding(lora_rounding)
-    binding.patch(model, strict=strict, deterministic=deterministic, rounds_once=rounds_once, cuda_graphs=cuda_graphs)
+    binding.patch(
+        model, strict=strict, deterministic=deterministic, rounds_once=rounds_once, cuda_graphs=cuda_graphs,
+        memory=parse_strategy(memory), host_memory=parse_host(host_memory),
+    )  # fmt: skip
     trainers.serve_head(model)
     _bind_methods(model)
     return model
@@ -133,6 +142,8 @@ class FastLanguageModel:
         deterministic: bool = False,
         lora_rounding: str = "stock",
         cuda_graphs: bool = True,
+        memory: str | float | None = None,
+        host_memory: float | None = None,
         lora_r: int | None = None,
         lora_alpha: int | float | None = None,
         use_safetensors: bool = True,
@@ -153,9 +164,10 @@ class FastLanguageModel:
             rope_scaling: transformers' RoPE parameters, to go beyond the model's window. Never applied unasked.
             attn_implementation: None lets fastlm choose the fastest library that is right; a name keeps that one.
             random_state: seed for what is drawn after this call.
-            use_gradient_checkpointing: "auto" does as the trainer says; True recomputes layers in the backward; False never does.
+            use_gradient_checkpointing: "auto" lets `memory` decide where the trainer allows it; True recomputes layers in the backward;
+                False never does.
             strict: raise instead of leaving any layer stock, now or at call time.
-            deterministic, lora_rounding, cuda_graphs: as `patch_model`.
+            deterministic, lora_rounding, cuda_graphs, memory, host_memory: as `patch_model`.
             lora_r, lora_alpha: shorthand for a `get_peft_model` call with the defaults and this rank and alpha.
             use_safetensors: False allows pickled weights, which can run code when they are loaded.
 
@@ -190,6 +202,7 @@ class FastLanguageModel:
         checkpointing = parse_checkpointing(use_gradient_checkpointing)
         check_flags(strict=strict, deterministic=deterministic, cuda_graphs=cuda_graphs)
         rounds_once = parse_lora_rounding(lora_rounding)
+        strategy, host_gib = parse_strategy(memory), parse_host(host_memory)
         check_seed(random_state)
         if lora_alpha is not None and lora_r is None:
             raise ValueError(f"lora_alpha={lora_alpha} was given without lora_r: give both, or call get_peft_model")
@@ -217,7 +230,7 @@ class FastLanguageModel:
             model.requires_grad_(False)
         binding.patch(
             model, strict=strict, keep_attention=config.attn_implementation is not None, deterministic=deterministic,
-            rounds_once=rounds_once, cuda_graphs=cuda_graphs,
+            rounds_once=rounds_once, cuda_graphs=cuda_graphs, memory=strategy, host_memory=host_gib,
         )  # fmt: skip
         trainers.serve_head(model)
         _bind_methods(model)

@@ -157,6 +157,15 @@ def nf4_weight(module: nn.Module) -> NF4Weight | str:
     return weight
 
 
+def statistics_bytes(module: nn.Module) -> int:
+    """Bytes of what a 4-bit layer holds beside its packed weight: scales, and the tables that they are read by."""
+    state = module._parameters["weight"].quant_state if is_4bit(module) else None
+    found = [] if state is None else [state.absmax, state.code]
+    if state is not None and state.nested:
+        found += [state.state2.absmax, state.state2.code, state.offset]
+    return sum(t.numel() * t.element_size() for t in found if t is not None)
+
+
 def compute_dtype(module: nn.Module, x_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a Linear4bit multiplies an input of `x_dtype`, as its own forward decides it."""
     if module.compute_type_is_set:

@@ -51,11 +51,13 @@ class Report:
         family: class and kind of the model.
         rows: of the layers and of what stands around them.
         graphs: how many calls of layers were replayed as CUDA graphs, or why none are; "" where none were wanted or possible so far.
+        memory: what layers keep, and what became of it; "" before a call was planned.
     """
 
     family: str
     rows: tuple[Row, ...]
     graphs: str = ""
+    memory: str = ""
 
     def as_dicts(self) -> list[dict[str, Any]]:
         return [row.as_dict() for row in self.rows]
@@ -77,6 +79,8 @@ class Report:
         lines += [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
+        if self.memory:
+            lines.append(f"memory: {self.memory}")
         if self.graphs:
             lines.append(f"CUDA graphs: {self.graphs}")
         return "\n".join(lines)
@@ -169,4 +173,5 @@ def report(model: nn.Module) -> Report:
     implementation = base.config._attn_implementation
     suffix = "" if implementation == ATTENTION else f", attention implementation {implementation}"
     graphs = "" if state is None or state.graphs is None else state.graphs.status
-    return Report(family=f"{type(base).__name__} ({family}{suffix})", rows=tuple(rows), graphs=graphs)
+    memory = "" if state is None else state.memory.status
+    return Report(family=f"{type(base).__name__} ({family}{suffix})", rows=tuple(rows), graphs=graphs, memory=memory)

@@ -7,6 +7,7 @@ import tiny
 import torch
 
 import fastlm
+from fastlm import binding
 
 pytestmark = pytest.mark.gpu
 SHAPE = dict(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
@@ -16,6 +17,12 @@ LENGTHS = (70, 1, 111, 54)
 def on_gpu(name, dtype=torch.bfloat16, **over):
     made = tiny.with_lora(tiny.model(name, dtype, "sdpa", **{**SHAPE, **over}).cuda(), dtype=dtype)
     return fastlm.patch_model(made, strict=True).train()
+
+
+def recomputing(made):
+    """Everything is made again, however much memory there is."""
+    binding.set_checkpointing(made.get_base_model(), True)
+    made.enable_input_require_grads()
 
 
 def dense():
@@ -59,8 +66,7 @@ def waits(made, batch):
 def test_nothing_waits_for_the_device(name, recomputes):
     made = on_gpu(name)
     if recomputes:
-        made.gradient_checkpointing_enable()
-        made.enable_input_require_grads()
+        recomputing(made)
     assert waits(made, dense()) == []
     assert waits(made, packed(with_lengths=True)) == []
     # where samples lie is only in the data: once for a batch, not for a layer
@@ -73,9 +79,9 @@ def test_deterministic_runs_are_equal_to_the_bit(name):
     made = fastlm.patch_model(on_gpu(name), strict=True, deterministic=True)
     for batch in (dense(), packed(with_lengths=False), padded()):
         kept, again = (tiny.loss_and_gradients(made, batch, use_cache=False) for _ in range(2))
-        made.gradient_checkpointing_enable()
-        made.enable_input_require_grads()
+        recomputing(made)
         recomputed = tiny.loss_and_gradients(made, batch, use_cache=False)
+        binding.set_checkpointing(made.get_base_model(), None)
         made.gradient_checkpointing_disable()
         for other in (again, recomputed):
             assert torch.equal(other[0], kept[0]) and all(torch.equal(other[1][n], kept[1][n]) for n in kept[1])
@@ -88,8 +94,7 @@ def test_launches_of_a_layer():
     counts = []
     for n_layers in (2, 6):
         made = on_gpu("llama", num_hidden_layers=n_layers)
-        made.gradient_checkpointing_enable()
-        made.enable_input_require_grads()
+        recomputing(made)
         batch = dense()
         made(**batch, use_cache=False).loss.backward()
         made.zero_grad()

@@ -10,11 +10,11 @@ import fastlm
 from fastlm import binding
 from fastlm.block import attention, function, mlp, offload
 from fastlm.block.graphs import StackCall
-from fastlm.block.spec import KEEP_ALL, OFFLOADABLE, RECOMPUTE_ALL, SELECTIVE
+from fastlm.block.spec import KEEP_ALL, OFFLOADABLE, RECOMPUTE_ALL, SELECTIVE, SMALLEST
 from fastlm.forwards import backbone
 from fastlm.forwards import layer as layer_forward
 
-PLANS = {"keep": KEEP_ALL, "selective": SELECTIVE, "recompute": RECOMPUTE_ALL}
+PLANS = {"keep": KEEP_ALL, "selective": SELECTIVE, "recompute": RECOMPUTE_ALL, "smallest": SMALLEST}
 
 
 def patched(name="llama", dtype=torch.float32, **over):
@@ -34,6 +34,7 @@ def assert_equal(got, want):
 @pytest.fixture
 def tiles(monkeypatch):
     """Tiles of 128 rows, and each key/value head by itself."""
+    monkeypatch.setattr(mlp, "WHOLE_BYTES", 0)
     monkeypatch.setattr(mlp, "TILE_BYTES", 1)
     monkeypatch.setattr(attention, "GROUP_BYTES", 1)
 
@@ -57,10 +58,29 @@ def test_tiles_change_rounding_at_most(name, monkeypatch, request):
 
 def test_tiles_follow_from_the_shape():
     # Llama-3.1-8B in bfloat16: whole up to 4,608 tokens, equal tiles beyond
-    assert [mlp.tile_rows(n, 28672, 2) for n in (1, 4096, 4608, 8192, 32768)] == [1, 4096, 4608, 4096, 4096]
+    assert [mlp.tile_rows(n, 28672, 2) for n in (1, 4096, 4608, 8192, 32768)] == [1, 4096, 4608, 2048, 2304]
     assert mlp.tile_rows(0, 28672, 2) == 0 and mlp.tile_rows(10**6, 28672, 2) % 128 == 0
     assert [attention.n_groups(n, 32, 8, 128) for n in (2048, 16384, 32768, 131072, 10**6)] == [1, 1, 2, 8, 8]
     assert attention.n_groups(10**6, 24, 6, 128) == 6
+
+
+@pytest.mark.parametrize("plan, n_decoded", [(RECOMPUTE_ALL, 8), (SMALLEST, 11)], ids=["holds", "lets-go"])
+def test_weights_are_decoded_again_where_memory_is_dearer(plan, n_decoded, tmp_path, monkeypatch):
+    from test_parity_4bit import load
+
+    from fastlm_kernels import _stacked
+
+    pytest.importorskip("bitsandbytes")
+    shape = dict(hidden_size=1024, intermediate_size=1024, num_hidden_layers=2, initializer_range=0.02)
+    tiny.model("llama", **shape).save_pretrained(tmp_path)
+    ours = tiny.with_lora(load(tmp_path, torch.float32, "sdpa"), dtype=torch.float32)
+    fastlm.patch_model(ours, strict=True)
+    want = tiny.loss_and_gradients(ours, long_batch(1, 520))
+    decoded, stock = [], _stacked.nf4_decode_stacked
+    monkeypatch.setattr(_stacked, "nf4_decode_stacked", lambda weights, out: decoded.append(out) or stock(weights, out))
+    monkeypatch.setattr(layer_forward, "KEEP_ALL", plan)
+    assert_equal(tiny.loss_and_gradients(ours, long_batch(1, 520)), want)
+    assert len(decoded) in (2 * n_decoded, 2 * n_decoded - 1)
 
 
 def test_weights_of_tiles_are_decoded_once(tiles, tmp_path, monkeypatch):
@@ -249,7 +269,7 @@ def test_a_layer_that_is_short_of_memory_runs_again(where, calls, plan, monkeypa
     assert short.n == 3 + len(calls) and rescue.repeated == len(calls)
     # two failures in a row cost what other layers keep
     assert (rescue.dropped_bytes > 0) == (
-        len(calls) > 1 and plan != "recompute" and (where != "mlp_forward" or calls[0] > 0)
+        len(calls) > 1 and plan in ("keep", "selective") and (where != "mlp_forward" or calls[0] > 0)
     )
 
 

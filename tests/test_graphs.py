@@ -96,7 +96,7 @@ def test_replays_are_equal_to_the_bit(name, recomputes, device):
     eager = eager_twin(made)
     if recomputes:
         for model in (made, eager):
-            model.gradient_checkpointing_enable()
+            binding.set_checkpointing(model.get_base_model(), True)
             model.enable_input_require_grads()
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (made, eager)]
     for seed in range(6):

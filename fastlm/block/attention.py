@@ -114,13 +114,17 @@ def attend_recorded(heads: Heads, layer: Layer) -> tuple[Tensor, list[Record], l
         memory, start = out.untyped_storage().data_ptr(), int(out.storage_offset())
         places: list[_Output | int] = []
         others: list[Tensor] = []
-        for tensor in graph.take():
+        taken = graph.take()
+        for tensor in list(taken):
             if tensor.untyped_storage().data_ptr() == memory and tensor.dtype == out.dtype and tensor.numel():
                 offset = int(tensor.storage_offset()) - start
                 places.append(_Output(out.stride(), tensor.shape, tensor.stride(), offset))
             else:
                 places.append(len(others))
                 others.append(tensor)
+            del tensor
+        # the graph's hooks hold the list
+        taken.clear()
         records.append(Record(queries, keys, graph, places, len(others)))
         kept += others
         if whole is None:
@@ -148,6 +152,8 @@ def attend_bwd(
             results = [t if owns else t.new_empty(t.shape) for t in (heads.q, heads.k, heads.v)]
         for whole, part, place in zip(results, grads, (record.queries, record.keys, record.keys), strict=True):
             whole[:, :, place] = part
+        # before the next group has its own
+        del grads, part
     assert results is not None
     dq, dk, dv = results
     return dq, dk, dv

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastlm.block.attention import Record, attend, attend_bwd, attend_recorded
 from fastlm.block.heads import heads_bwd, heads_fwd, turns_in_place
-from fastlm.block.mlp import layer_tile, linear_class, mlp_backward, mlp_forward
+from fastlm.block.mlp import layer_tile, linear_class, mlp_backward, mlp_forward, replay
 from fastlm.block.norms import Statistics, norm_bwd, norm_fwd
 from fastlm.block.rescue import is_dropped
 from fastlm.block.spec import RECOMPUTE_ALL, Layer, MemoryPlan, Norm
@@ -30,23 +30,13 @@ from fastlm_kernels.lora import StackedLinear
 # B batch, S sequence, T = B*S tokens, D hidden size
 
 
-@dataclass
-class Linears:
-    """A layer's four groups of projections during one pass."""
-
-    qkv: StackedLinear
-    out: StackedLinear
-    gate_up: StackedLinear
-    down: StackedLinear
-
-    def __iter__(self):
-        return iter((self.qkv, self.out, self.gate_up, self.down))
-
-
 def _linears(
     layer: Layer, tensors: Sequence[Tensor | None], x: Tensor, plan: MemoryPlan, is_forward: bool, step: int
-) -> Linears:
-    """The projections for one pass: the forward, or the backward with what `plan` makes again. step: rows of the MLP's tiles."""
+) -> list[StackedLinear]:
+    """The layer's four groups of projections for one pass: the forward, or the backward with what `plan` makes again.
+
+    Each is to be let go of when its part is over: where adapters ride, it holds the decoded weights. step: rows of the MLP's tiles.
+    """
     tokens, spec = x.shape[0], layer.spec
     # rooms beside x are written by norms and the activation, beside dy by the backward of what stands behind
     writes_x = layer.attention_norm is not None and not layer.attention_norm.is_layer_norm
@@ -59,13 +49,13 @@ def _linears(
         (step, layer.rounds_once and writes_n and (is_forward or not plan.gate_up), not is_forward),
         (step, layer.rounds_once and writes_act, False),
     )
-    made, stop = [], 0
+    made, stop, holds = [], 0, plan.holds_weights and not is_forward
     of_mlp = linear_class(tokens, step)
     for i, (group, (rows, x_room, dy_room)) in enumerate(zip(layer.groups, rooms, strict=True)):
         start, stop = stop, stop + 3 * len(group.weights)
         make = of_mlp if i >= 2 else StackedLinear
-        made.append(make(group, tensors[start:stop], x.dtype, rows * x_room, rows * dy_room, holds=not is_forward))
-    return Linears(*made)
+        made.append(make(group, tensors[start:stop], x.dtype, rows * x_room, rows * dy_room, holds=holds))
+    return made
 
 
 def _flat(out: Tensor) -> Tensor:
@@ -154,11 +144,11 @@ def _forward(
 ) -> tuple[Tensor, _Kept]:
     rows, spec = x.reshape(-1, x.shape[-1]), layer.spec
     step = layer_tile(layer, rows)
-    linears = _linears(layer, tensors, rows, plan, is_forward=True, step=step)
+    qkv, projection, gate_up, down = _linears(layer, tensors, rows, plan, is_forward=True, step=step)
     kept = _Kept(layer, plan, step)
     kept.x = kept.sent("input", "x", x)
-    n, _ = _read(rows, layer, linears.qkv)
-    packed = linears.qkv.forward(n)
+    n, _ = _read(rows, layer, qkv)
+    packed = qkv.forward(n)
     heads = heads_fwd(packed, cos, sin, layer, x.shape[0])
     if plan.qkv:
         kept.add("qkv", "packed", packed)
@@ -174,22 +164,22 @@ def _forward(
         out = attend(heads, layer)
     del heads
     if plan.qkv:
-        kept.add_low(0, linears.qkv)
+        kept.add_low(0, qkv)
+    # what read the norm's output is over; the last of it goes with the products beside it
+    del qkv
     if not spec.is_parallel:
-        # what reads it is over; the last of it goes with its products
         del n
-        linears.qkv.low = {}
-    added = _add(rows, linears.out.forward(_flat(out)), layer, linears.gate_up)
+    added = _add(rows, projection.forward(_flat(out)), layer, gate_up)
     del out
     if plan.residual:
-        kept.add_low(1, linears.out)
+        kept.add_low(1, projection)
         kept.add("residual", "h", added.h)
         if added.added is not None:
             kept.add("residual", "added", added.added)
     read = added.read if added.read is not None else (n if spec.is_parallel else added.h)
     h = added.h
-    del added
-    y, of_mlp = mlp_forward(read, h, layer, linears.gate_up, linears.down, plan, step)
+    del added, projection
+    y, of_mlp = mlp_forward(read, h, layer, gate_up, down, plan, step)
     del read, h
     for name, tensor in of_mlp.items():
         kept.add(_field(name), name, tensor)
@@ -214,16 +204,14 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, batch = x.reshape(-1, x.shape[-1]), x.shape[0]
     dy = dy.reshape(rows.shape)
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    linears = _linears(layer, tensors, rows, plan, is_forward=False, step=step)
-    needed = _shares(ctx.needs_input_grad[4:], linears)
+    qkv, projection, gate_up, down = _linears(layer, tensors, rows, plan, is_forward=False, step=step)
+    needed = _shares(ctx.needs_input_grad[4:], (qkv, projection, gate_up, down))
     trains_attention_bias, trains_mlp_bias = ctx.needs_input_grad[-2:]
     # --- what the plan makes again
-    n, n_statistics = _read(rows, layer, linears.qkv)
-    packed = kept["packed"] if plan.qkv else linears.qkv.forward(n)
+    n, n_statistics = _read(rows, layer, qkv)
+    packed = kept["packed"] if plan.qkv else replay(qkv, n)
     # long rows have no memory to spare for it while the MLP and the attention run
-    remakes_n = (
-        step < rows.shape[0] and layer.attention_norm is not None and not (spec.is_parallel or linears.qkv.x_pad)
-    )
+    remakes_n = step < rows.shape[0] and layer.attention_norm is not None and not (spec.is_parallel or qkv.x_pad)
     if remakes_n:
         del n
     heads = heads_fwd(packed, cos, sin, layer, batch, is_turned=plan.qkv and turns_in_place(layer))
@@ -235,20 +223,21 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if plan.residual:
         added = _Added(kept.pop("h"), None, (), kept.pop("added", None), ())
         if layer.mlp_norm is not None:
-            added.read, _, added.statistics = _normed(layer.mlp_norm, added.h, linears.gate_up)
+            added.read, _, added.statistics = _normed(layer.mlp_norm, added.h, gate_up)
         if layer.attention_out_norm is not None:
             assert added.added is not None
             added.added_statistics = norm_fwd(layer.attention_out_norm, added.added)[2]
     else:
-        added = _add(rows, linears.out.forward(_flat(out)), layer, linears.gate_up)
+        added = _add(rows, replay(projection, _flat(out)), layer, gate_up)
     read = added.read if added.read is not None else (n if spec.is_parallel else added.h)
-    for i, (keeps, linear) in enumerate(((plan.qkv, linears.qkv), (plan.residual, linears.out))):
-        if keeps:
-            linear.restore([kept[name] for name in ctx.names if name.startswith(f"low {i} ")])
+    if plan.qkv:
+        qkv.restore([kept[name] for name in ctx.names if name.startswith("low 0 ")])
+    if plan.residual:
+        projection.restore([kept[name] for name in ctx.names if name.startswith("low 1 ")])
     # --- the MLP
-    dread, mlp_grads = mlp_backward(dy, read, layer, linears.gate_up, linears.down, kept, needed[2] + needed[3], step)
+    dread, mlp_grads = mlp_backward(dy, read, layer, gate_up, down, kept, needed[2] + needed[3], step)
     added.read = None
-    del read, kept
+    del read, kept, gate_up, down
     mlp_bias = _bias_grad(layer.mlp_norm, dread) if trains_mlp_bias else None
     # --- the residual stream behind the attention
     if spec.is_parallel:
@@ -256,7 +245,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     elif layer.mlp_norm is None:
         dh = dread.add_(dy)
     else:
-        room = linears.out.gradient(rows.shape[0], x.device) if linears.out.dy_pad else None
+        room = projection.gradient(rows.shape[0], x.device) if projection.dy_pad else None
         dh = norm_bwd(layer.mlp_norm, dread, added.h, added.statistics, dh=dy, out=room)
     if not spec.is_parallel:
         del dread
@@ -266,22 +255,22 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         da = norm_bwd(layer.attention_out_norm, da, added.added, added.added_statistics)
     del added, dy
     # --- the attention
-    dflat = linears.out.backward_x(da)
-    out_grads = linears.out.backward_adapters(da, _flat(out), needed[1])
-    del da
+    dflat = projection.backward_x(da)
+    out_grads = projection.backward_adapters(da, _flat(out), needed[1])
+    del da, projection
     dq, dk, dv = attend_bwd(dflat.view(out.shape), records, heads, out, saved, owns=not plan.qkv)
     del dflat, out, saved
-    dpacked = linears.qkv.gradient(rows.shape[0], x.device) if plan.qkv else packed
+    dpacked = qkv.gradient(rows.shape[0], x.device) if plan.qkv else packed
     heads_bwd(dq, dk, dv, heads, packed, cos, sin, layer, dpacked)
     del dq, dk, dv, heads, packed
     # --- the input
     dx = attention_bias = None
     norm = layer.attention_norm
     if needs_dx or trains_attention_bias:
-        dn = linears.qkv.backward_x(dpacked)
+        dn = qkv.backward_x(dpacked)
         dn = dn.add_(dread) if spec.is_parallel else dn
     else:
-        linears.qkv.make_high(dpacked)
+        qkv.make_high(dpacked)
     if trains_attention_bias:
         attention_bias = _bias_grad(norm, dn)
     if needs_dx:
@@ -290,8 +279,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         del dn
     del dh
     if remakes_n:
-        n, _ = _read(rows, layer, linears.qkv)
-    qkv_grads = linears.qkv.backward_adapters(dpacked, n, needed[0])
+        n, _ = _read(rows, layer, qkv)
+    qkv_grads = qkv.backward_adapters(dpacked, n, needed[0])
     return dx, None, None, None, *qkv_grads, *out_grads, *mlp_grads, attention_bias, mlp_bias
 
 
@@ -366,7 +355,7 @@ def _bias_grad(norm: Norm | None, dy: Tensor) -> Tensor:
     return dy.sum(0, dtype=torch.float32).to(norm.bias.dtype)
 
 
-def _shares(needed: Sequence[bool], linears: Linears) -> list[list[bool]]:
+def _shares(needed: Sequence[bool], linears: Sequence[StackedLinear]) -> list[list[bool]]:
     """The flags of all tensors, by the group of projections that they belong to."""
     shares, stop = [], 0
     for linear in linears:

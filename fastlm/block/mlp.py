@@ -18,8 +18,10 @@ from fastlm_kernels.lora_mlp import act_fwd, mlp_bwd
 
 # T rows (tokens), D hidden size, F MLP width
 
-# Of the input projections of one tile. On an H200, GEMMs of 4,096 rows of an 8B model's MLP are no slower than of 16,384.
-TILE_BYTES = 256 << 20
+# Of the input projections: rows with no more are not tiled, and of one tile. GEMMs of 2,048 rows of an 8B model's MLP still fill the
+# multiprocessors of an H200 in whole waves.
+WHOLE_BYTES = 256 << 20
+TILE_BYTES = 128 << 20
 # GEMM tiles cover 128 rows or a divisor of it
 _ROW_MULTIPLE = 128
 
@@ -39,11 +41,22 @@ class HeldLinear(StackedLinear):
         self._held = self._decoded = None
 
 
+def replay(linear: StackedLinear, x: Tensor) -> Tensor:
+    """The projections' output once more. Their decoded weights stay for the gradients if the pass holds them, or tiles share them."""
+    y = linear.forward(x)
+    if not linear.holds and not isinstance(linear, HeldLinear):
+        # where adapters ride, they lie in the weights' room
+        linear.a = linear.b = None
+    return y
+
+
 def tile_rows(n_rows: int, width: int, itemsize: int) -> int:
-    """Rows of a tile: of equal tiles, each a multiple of 128 rows, whose input projections fit into `TILE_BYTES`."""
+    """Rows of a tile: all of them up to `WHOLE_BYTES` of input projections, else of equal tiles of `TILE_BYTES` and 128 rows or more."""
+    if n_rows * width * itemsize <= WHOLE_BYTES:
+        return n_rows
     most = max(1, TILE_BYTES // (width * itemsize * _ROW_MULTIPLE)) * _ROW_MULTIPLE
-    n_tiles = max(1, -(-n_rows // most))
-    return n_rows if n_tiles == 1 else _ROW_MULTIPLE * -(-n_rows // (n_tiles * _ROW_MULTIPLE))
+    n_tiles = -(-n_rows // most)
+    return _ROW_MULTIPLE * -(-n_rows // (n_tiles * _ROW_MULTIPLE))
 
 
 def layer_tile(layer: Layer, rows: Tensor) -> int:
@@ -128,6 +141,9 @@ def mlp_forward(
             y = y_rows
         elif y_rows.data_ptr() != h_rows.data_ptr():
             h_rows.copy_(y_rows)
+        # before the next tile has its own
+        del h_rows, y_rows
+        gate_up.low, down.low = {}, {}
     _release(gate_up, down)
     assert y is not None
     return y, kept.tensors
@@ -180,10 +196,10 @@ def mlp_backward(
     for rows in tiles:
         _restore(gate_up, kept, 2, rows)
         _restore(down, kept, 3, rows)
-        packed = kept["gate_up"][rows] if "gate_up" in kept else gate_up.forward(read[rows])
+        packed = kept["gate_up"][rows] if "gate_up" in kept else replay(gate_up, read[rows])
         dz = dy[rows] if spec.residual_multiplier == 1.0 else dy[rows] * spec.residual_multiplier
         if layer.mlp_out_norm is not None:
-            z = kept["down"][rows] if "down" in kept else down.forward(_act(packed, layer, down))
+            z = kept["down"][rows] if "down" in kept else replay(down, _act(packed, layer, down))
             dz = norm_bwd(layer.mlp_out_norm, dz, z, norm_fwd(layer.mlp_out_norm, z)[2])
             del z
         dx, grads = mlp_bwd(
@@ -196,6 +212,9 @@ def mlp_backward(
         if dread is None:
             return dx, sums.take()
         dread[rows] = dx
+        # before the next tile has its own; products with B lie beside the gradient
+        del dx
+        gate_up.high, down.high = {}, {}
     _release(gate_up, down)
     assert dread is not None
     return dread, sums.take()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastlm.block.spec import RECOMPUTE_ALL, MemoryPlan
+from fastlm.block.spec import SMALLEST, MemoryPlan
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Rescue:
             settle()
             if tries == 2:
                 n_bytes = self._drop()
-                plan = dataclasses.replace(RECOMPUTE_ALL, offloads=plan.offloads)
+                plan = dataclasses.replace(SMALLEST, offloads=plan.offloads)
                 logger.warning("out of memory in a layer: %d bytes of kept activations are made again instead", n_bytes)
             elif tries > 2:
                 raise torch.OutOfMemoryError(self.explain(message) if self.explain is not None else message)

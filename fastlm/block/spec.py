@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -79,6 +79,7 @@ class MemoryPlan:
         gate_up: the MLP's input projections.
         down: what the MLP's norm reads before its output is added; of use only where there is such a norm.
         offloads: names of the fields above that are kept on the host, and "input".
+        holds_weights: what is decoded to make something again stays decoded for the gradients; else it is decoded twice.
     """
 
     qkv: bool
@@ -87,6 +88,7 @@ class MemoryPlan:
     gate_up: bool
     down: bool
     offloads: frozenset[str] = frozenset()
+    holds_weights: bool = True
 
 
 # What a plan may send to the host.
@@ -95,6 +97,8 @@ KEEP_ALL = MemoryPlan(qkv=True, attention=True, residual=True, gate_up=True, dow
 # all but what is widest and cheapest to make again
 SELECTIVE = MemoryPlan(qkv=True, attention=True, residual=True, gate_up=False, down=True)
 RECOMPUTE_ALL = MemoryPlan(qkv=False, attention=False, residual=False, gate_up=False, down=False)
+# nothing that can be made again is held
+SMALLEST = replace(RECOMPUTE_ALL, holds_weights=False)
 
 
 @dataclass(frozen=True)

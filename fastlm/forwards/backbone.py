@@ -6,6 +6,7 @@ module; no [S, S] mask is made for them. Steps through a cache get the mask that
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -18,7 +19,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastlm import adapters
 from fastlm.block.graphs import StackCall
+from fastlm.block.spec import MemoryPlan
 from fastlm.families import Family
+from fastlm.forwards.shapes import attention_library, dtype_of, first_trained, layer_shape, model_shape, weights_of
+from fastlm.memory.manager import Memory, Weights
+from fastlm.memory.planner import Batch, Model
 from fastlm.patching import patch_of
 from fastlm_kernels.attention import (
     SequenceLayout,
@@ -214,6 +219,55 @@ def _unwatched(layers: nn.ModuleList) -> int:
     return len(layers)
 
 
+def _plans(
+    self: nn.Module, rows: Tensor, layout: SequenceLayout | None
+) -> tuple[Memory, tuple[MemoryPlan, ...]] | None:
+    """What each layer keeps in this call of the backbone, where plans decide that."""
+    patches = [patch_of(layer) for layer in self.layers]
+    first = patches[0] if patches else None
+    if first is None or not self.training or not torch.is_grad_enabled():
+        return None
+    if any(patch is None or patch.part != "block" or not patch.active for patch in patches):
+        return None
+    memory: Memory | None = first.facts.memory
+    if memory is None or not memory.is_asked(first.recomputes):
+        return None
+    devices = {next(self.layers[i].parameters()).device for i in (0, -1)}
+    if len(devices) > 1:
+        # layers on several devices are not planned
+        return None
+    (device,) = devices
+    length = rows.shape[1] if layout is None else min(layout.max_seqlen, rows.shape[0] * rows.shape[1])
+    batch = Batch(rows.shape[0] * rows.shape[1], length, rows.shape[0] * rows.shape[1])
+    describe = functools.partial(describe_backbone, self, rows.shape[0], rows.shape[1], layout)
+    plans = memory.plans(batch, device, layout is None, describe)
+    return None if plans is None else (memory, plans)
+
+
+def describe_backbone(
+    self: nn.Module, rows: int, length: int, layout: SequenceLayout | None = None
+) -> tuple[Model, Weights]:
+    """The patched layers of a model as numbers, and what lies beside their activations."""
+    embeddings = self.get_input_embeddings()
+    dtype, device = dtype_of(embeddings), next(self.layers[0].parameters()).device
+    like = torch.empty(0, dtype=dtype, device=device)
+    made = []
+    for layer in self.layers:
+        facts = patch_of(layer).facts
+        backend = attention_library(facts.spec, like, rows, length, layout, facts.deterministic)
+        made.append(layer_shape(layer, facts.family, facts.spec, dtype.itemsize, backend, facts.rounds_once))
+    spec = patch_of(self.layers[0]).facts.spec
+    model = model_shape(
+        made,
+        self.config.vocab_size,
+        dtype.itemsize,
+        spec.head_size,
+        first_trained(self.layers, embeddings),
+        device.type == "cuda",
+    )
+    return model, weights_of([self])
+
+
 def _release_graphs(layers: nn.ModuleList) -> None:
     """Give back the memory of captured layers: an evaluation may need it."""
     for layer in layers:
@@ -270,7 +324,12 @@ def forward(
         kwargs[NEEDS_INPUT_GRADIENT] = (
             any(t.requires_grad for t in embeds) or bool(returns_them) or _is_watched(embeddings)
         )
-        kwargs[STACK_CALL] = StackCall(0 if returns_them else _unwatched(self.layers))
+        planned = _plans(self, rows, layout)
+        kwargs[STACK_CALL] = StackCall(
+            0 if returns_them else _unwatched(self.layers),
+            None if planned is None else planned[1],
+            None if planned is None else planned[0].host,
+        )
     return stock(
         self,
         input_ids=input_ids,

@@ -32,9 +32,9 @@ from fastlm.forwards.backbone import (
 )
 from fastlm.forwards.mlp import activation_name, activations, unfit_activation
 from fastlm.forwards.projections import DECODE_TOKENS, is_decode_step
+from fastlm.forwards.shapes import attention_library
 from fastlm.memory.manager import Memory
 from fastlm.patching import Patch, patch_of
-from fastlm_kernels.attention import attention_backend
 from fastlm_kernels.lora import group_tensors, make_group
 
 
@@ -289,11 +289,7 @@ def _plan(self: nn.Module, call: StackCall | None, recomputes: bool) -> MemoryPl
 
 def _note_backend(patch: Patch, layer: Layer, x: Tensor) -> None:
     """Record the attention library that this call runs, for the report."""
-    spec = layer.spec
-    q, k = (x.new_empty((*x.shape[:2], n, spec.head_size)) for n in (spec.n_heads, spec.n_kv_heads))
-    patch.backend = attention_backend(
-        q, k, k, layer.layout, spec.window, deterministic=layer.deterministic, softcap=spec.softcap
-    )
+    patch.backend = attention_library(layer.spec, x.detach(), x.shape[0], x.shape[1], layer.layout, layer.deterministic)
 
 
 def _run(
