@@ -16,12 +16,13 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 NEWEST := .venv-newest
 OLDEST_TRL := .venv-trl115
+LLAMA_CPP := .venv-llama-cpp
 
 # No test may need a model hub.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo test test-slow test-gpu test-newest test-trl115 lint clean
+.PHONY: help demo test test-slow test-gpu test-newest test-trl115 test-gguf lint clean
 
 help:
 	@echo "make demo         fine-tune SmolLM2-135M to turn orders into JSON (examples/quickstart.py)"
@@ -30,6 +31,7 @@ help:
 	@echo "make test-gpu     the GPU tests, with \$$(PYTHON) as it is: it needs torch for CUDA and fastlm's dependencies"
 	@echo "make test-newest  parity and trainer tests with the newest transformers, without the package 'kernels'"
 	@echo "make test-trl115  parity and trainer tests with TRL 1.15"
+	@echo "make test-gguf    GGUF files against llama.cpp, which is built from its source package on first use (minutes)"
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the environments"
 
@@ -81,5 +83,15 @@ test-trl115: $(OLDEST_TRL)/.ready
 	$(OLDEST_TRL)/bin/python .ci/versions.py .ci/trl115.txt
 	$(OLDEST_TRL)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(LEG_TESTS) $(PYTEST_ARGS)
 
+# For any x86-64 of the last ten years: what the machine's own flags would choose, some virtual machines do not run. One thread, so no OpenMP.
+$(LLAMA_CPP)/.ready: $(READY) .ci/llama-cpp.txt
+	rm -rf $(LLAMA_CPP) && cp -al $(VENV) $(LLAMA_CPP) && rm -f $@
+	CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF" \
+		$(LLAMA_CPP)/bin/python -m pip install --quiet --disable-pip-version-check --no-binary llama-cpp-python -r .ci/llama-cpp.txt
+	touch $@
+
+test-gguf: $(LLAMA_CPP)/.ready
+	$(LLAMA_CPP)/bin/python -m pytest -q -rA tests/gguf_llama_cpp.py $(PYTEST_ARGS)
+
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST_TRL)
+	rm -rf $(VENV) $(NEWEST) $(OLDEST_TRL) $(LLAMA_CPP)

@@ -36,13 +36,11 @@ MISSING: Mapping[str, str] = {
     "UnslothVisionDataCollator": "vision models are not supported",
     "add_new_tokens": "add tokens with the tokenizer and resize_token_embeddings, and train modules_to_save",
     "apply_chat_template": "use tokenizer.apply_chat_template",
-    "create_ollama_modelfile": "write the Modelfile by hand",
+    "create_ollama_modelfile": "save_pretrained_gguf writes a Modelfile beside the file",
 }
 # and methods
 METHODS: Mapping[str, str] = {
     "fast_generate": "use model.generate()",
-    "push_to_hub_gguf": "convert what save_pretrained_merged wrote with llama.cpp, and upload that",
-    "save_pretrained_gguf": "convert what save_pretrained_merged wrote with llama.cpp",
     "save_pretrained_torchao": "use save_pretrained_merged(..., save_method='torchao_fp8'), or 'torchao_int8'",
 }
 # arguments of calls that fastlm does not take and does not need

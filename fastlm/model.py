@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,15 @@ from fastlm.config import (
     parse_rope,
     reject_unknown,
 )
-from fastlm.export import load_lora, push_to_hub, push_to_hub_merged, save_lora, save_pretrained_merged
+from fastlm.export import (
+    load_lora,
+    push_to_hub,
+    push_to_hub_gguf,
+    push_to_hub_merged,
+    save_lora,
+    save_pretrained_gguf,
+    save_pretrained_merged,
+)
 from fastlm.memory.manager import parse_host, parse_strategy
 
 logger = logging.getLogger(__name__)
@@ -95,12 +103,14 @@ def revert(model: nn.Module) -> nn.Module:
     return model
 
 
-_METHODS = {
+_METHODS: Mapping[str, Callable[..., Any]] = {
     "save_pretrained_merged": save_pretrained_merged,
     "push_to_hub_merged": push_to_hub_merged,
     "push_to_hub": push_to_hub,
     "save_lora": save_lora,
     "load_lora": load_lora,
+    "save_pretrained_gguf": save_pretrained_gguf,
+    "push_to_hub_gguf": push_to_hub_gguf,
 }
 
 

@@ -150,8 +150,8 @@ def test_what_has_no_counterpart_is_named():
         "from unsloth import FastLanguageModel, FastVisionModel\n"
         "m, t = FastLanguageModel.from_pretrained('x', fast_inference=True, gpu_memory_utilization=0.6)\n"
         "m = FastLanguageModel.get_peft_model(m, qat_scheme='int4')\n"
-        "m.save_pretrained_gguf('g', t)\n"
-        "m.push_to_hub_gguf('g', t)\n"
+        "m.save_pretrained_torchao('g', t)\n"
+        "m.fast_generate(t)\n"
         "from unsloth_zoo.saving import x\n"
     )
     made = migrate_script(text)
@@ -161,8 +161,8 @@ def test_what_has_no_counterpart_is_named():
         (3, "FastVisionModel has no counterpart"),
         (4, "fast_inference=True has no counterpart in from_pretrained"),
         (5, "qat_scheme='int4' has no counterpart in get_peft_model"),
-        (6, "save_pretrained_gguf is not there"),
-        (7, "push_to_hub_gguf is not there"),
+        (6, "save_pretrained_torchao is not there"),
+        (7, "fast_generate is not there"),
         (8, "x has no counterpart"),
     ]
     ast.parse(made.after)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SAVE_METHODS = ("merged_16bit", "merged_4bit", "merged_4bit_forced", "lora", *TARGETS)
 _GGUF = ("gguf", "f16", "bf16", "f32", "q8_0", "q4_k_m", "q5_k_m", "q6_k", "q4_0", "q2_k", "q3_k_m")
-_NOT_YET = dict.fromkeys(_GGUF, "save 'merged_16bit' and convert that folder with llama.cpp's convert_hf_to_gguf.py")
+_NOT_YET = dict.fromkeys(_GGUF, "save_pretrained_gguf writes that, with quantization_method")
 _SAVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
