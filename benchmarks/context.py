@@ -66,7 +66,7 @@ def run(impl: str, checkpoint: Path, cap_gib: float, tokens: int, steps: int, ou
         fastlm.set_memory_strategy("minimal")
     settings = finetune.Run(
         impl=impl, checkpoint=checkpoint, out=out, setting="default", mode="qlora", bs=1, seq=tokens, accum=1, data="dense",
-        lengths=None, trainer="plain", optim="adamw_8bit" if is_cuda else "adamw_torch", steps=steps,
+        lengths=None, trainer="plain", attention="sdpa", busy=False, optim="adamw_8bit" if is_cuda else "adamw_torch", steps=steps,
     )  # fmt: skip
     model = finetune._load_facade(settings)
     finetune._same_adapters(model)

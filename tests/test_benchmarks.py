@@ -60,6 +60,20 @@ def test_steps_of_two_libraries_pass_or_fail_the_gate(tmp_path):
     assert run("finetune.py", "gate", tmp_path / "hf", tmp_path / "fastlm").returncode == 1
 
 
+def test_the_longest_row_is_searched_and_predicted(tmp_path):
+    checkpoint = tmp_path / "tiny"
+    assert run("context.py", "make", "--model", "tiny", "--out", checkpoint).returncode == 0
+    common = ("--checkpoint", checkpoint, "--cap-gib", 1)
+    done = run("context.py", "predict", *common)
+    assert done.returncode == 0 and 10_000 < int(done.stdout.split()[-1]) < 1_000_000, done.stderr
+    done = run(
+        "context.py", "search", "--impl", "fastlm", "--most", 128, "--steps", 1, "--out", tmp_path / "run", *common
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert (row["max_tokens"], row["failed_tokens"], row["pinned_gib"]) == (128, None, 0.0) and row["grad_norms"][0] > 0
+
+
 def test_ragged_rows_have_the_lengths_of_real_text(tmp_path):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import finetune

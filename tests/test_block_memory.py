@@ -123,6 +123,8 @@ def test_a_dropout_mask_is_drawn_for_all_rows(tiles):
 class Late:
     """Copies when it is waited for and no earlier, as a busy bus would."""
 
+    pageable_bytes = 0
+
     def __init__(self):
         self.n_bytes = self.n_copies = 0
         self.waiting = []
@@ -144,6 +146,10 @@ class Late:
             target.data.copy_(source)
             self.waiting.pop(0).clear()
             self.n_copies += 1
+
+    def finish(self):
+        while self.waiting:
+            self.wait(self.waiting[-1])
 
 
 def offloading(monkeypatch, plans, limit=1 << 30, copier=None, ahead=2):

@@ -24,7 +24,13 @@ MIN_BYTES = 1 << 16
 
 
 class Copier(Protocol):
-    """What copies between a device and the host."""
+    """What copies between a device and the host.
+
+    Attributes:
+        pageable_bytes: of buffers that could not be pinned.
+    """
+
+    pageable_bytes: int
 
     def new_buffer(self, n_bytes: int) -> Tensor:
         """Host memory, uint8."""
@@ -35,14 +41,21 @@ class Copier(Protocol):
     def wait(self, ticket: Any) -> None:
         """Let the current stream wait for a copy. The host does not."""
 
+    def finish(self) -> None:
+        """Let the host wait for all copies: buffers are about to go."""
+
 
 class CudaCopier:
-    """Copies between a CUDA device and pinned host memory, or pageable where it cannot be pinned."""
+    """Copies between a CUDA device and pinned host memory, or pageable where it cannot be pinned.
+
+    Attributes:
+        pageable_bytes: of buffers that could not be pinned, so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._told = False
+        self.pageable_bytes = 0
 
     def new_buffer(self, n_bytes: int) -> Tensor:
         # pinned as it is: torch's own pinned memory comes in powers of two
@@ -52,14 +65,23 @@ class CudaCopier:
         runtime = torch.cuda.cudart()
         if int(runtime.cudaHostRegister(buffer.data_ptr(), n_bytes, 0)) == 0:
             weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
-        elif not self._told:
-            self._told = True
-            logger.warning(
-                "%d bytes of host memory could not be pinned (`ulimit -l` and the container's limit may be why): activations travel "
-                "through pageable memory, slower",
-                n_bytes,
-            )
+        else:
+            self._forget_error()
+            if not self.pageable_bytes:
+                logger.warning(
+                    "%d bytes of host memory could not be pinned (`ulimit -l` and the container's limit may be why): activations travel "
+                    "through pageable memory, slower",
+                    n_bytes,
+                )
+            self.pageable_bytes += n_bytes
         return buffer
+
+    def _forget_error(self) -> None:
+        """CUDA tells of a failed call once more, at the next launch: at this one."""
+        try:
+            torch.zeros(1, device=self._device)
+        except RuntimeError as error:
+            logger.debug("pinning host memory: %s", error)
 
     def copy(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -69,6 +91,9 @@ class CudaCopier:
 
     def wait(self, ticket: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(ticket)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
 
 
 class HostFull(Exception):
@@ -109,7 +134,9 @@ class HostBuffers:
             self._free[:] = [b for b in self._free if b is not buffer]
             return buffer
         size = -(-n_bytes // _PAGE) * _PAGE
-        # what fits nobody gives way
+        if self._free and self.n_bytes + size > self.limit_bytes:
+            # what fits nobody gives way
+            self._copier.finish()
         while self._free and self.n_bytes + size > self.limit_bytes:
             self.n_bytes -= self._free.pop().numel()
         if self.n_bytes + size > self.limit_bytes:
@@ -121,6 +148,8 @@ class HostBuffers:
 
     def clear(self) -> None:
         """Give back what nobody uses."""
+        if self._free:
+            self._copier.finish()
         while self._free:
             self.n_bytes -= self._free.pop().numel()
 

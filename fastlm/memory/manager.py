@@ -227,7 +227,10 @@ class Memory:
         sent = sum(store.sent_bytes for store in self._stores.values())
         if sent:
             held = sum(store.buffers.peak_bytes for store in self._stores.values())
-            parts.append(f"{sent / GIB:.2f} GiB sent to {held / GIB:.2f} GiB of host memory")
+            pageable = sum(store.copier.pageable_bytes for store in self._stores.values())
+            parts.append(
+                f"{sent / GIB:.2f} GiB sent to {held / GIB:.2f} GiB of host memory, {pageable / GIB:.2f} of it not pinned"
+            )
         if self.rescue.repeated:
             parts.append(
                 f"{self.rescue.repeated} passes of layers repeated for lack of memory, {self.rescue.dropped_bytes / GIB:.2f} GiB dropped"
