@@ -167,10 +167,10 @@ def test_merge_and_report(work):
 
 
 def test_migrate(tmp_path):
-    old = "from unsloth import FastLanguageModel\nm.push_to_hub_merged('x')\n"
+    old = "from unsloth import FastLanguageModel\nm.fast_generate('x')\n"
     (tmp_path / "a.py").write_text(old)
     shown = run("migrate", tmp_path, "--diff")
-    assert "+from fastlm import FastLanguageModel" in shown and "line 2: push_to_hub_merged is not there" in shown
+    assert "+from fastlm import FastLanguageModel" in shown and "line 2: fast_generate is not there" in shown
     assert "nothing was written" in shown and (tmp_path / "a.py").read_text() == old
     assert "need other imports" in run("migrate", tmp_path / "a.py", "--write")
     assert (tmp_path / "a.py").read_text() == old.replace("unsloth", "fastlm")
