@@ -27,7 +27,6 @@ DOORS = {
     "datasets": ("trainers.py", "chat_templates/", "data/"),
     "filelock": ("output.py",),
     "gguf": ("export/gguf_types.py",),
-    "httpx": ("export/",),
     "huggingface_hub": ("loading.py", "quant.py", "export/"),
     "jinja2": ("chat_templates/", "data/", "template_check.py", "export/gguf_modelfile.py"),
     "lm_eval": ("evaluation/harness.py",),

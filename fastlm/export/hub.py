@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
+
+# the base of all that its HTTP client raises, which is not the same client in all releases
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from fastlm.export.folders import staging
@@ -57,7 +58,7 @@ def push_to_hub_merged(
 
     Raises:
         ValueError, TypeError, RuntimeError: as `save_pretrained_merged`; a bad `repo_id`.
-        HfHubHTTPError, httpx.TransportError: if the hub refuses, or cannot be reached five times.
+        HfHubHTTPError, or an error of its HTTP client: if the hub refuses, or cannot be reached five times.
     """
     return _push(
         lambda folder: save_pretrained_merged(model, folder, tokenizer, save_method, **saving),
@@ -132,18 +133,18 @@ def persistently(what: str, call: Callable[[], _T]) -> _T:
     """The result of a call of the hub, tried again while the connection or the hub's side of it fails.
 
     Raises:
-        HfHubHTTPError, httpx.TransportError: after the last attempt, and at once where another attempt would be refused too.
+        HfHubHTTPError, or an error of its HTTP client: after the last attempt, and at once where another attempt would be refused too.
     """
     for wait in _WAITS:
         try:
             return call()
-        except httpx.TransportError as error:
-            reason = type(error).__name__
         except HfHubHTTPError as error:
             status = error.response.status_code
             if status < 500 and status not in _PASSING:
                 raise
             reason = f"status {status}"
+        except HTTPError as error:
+            reason = type(error).__name__
         logger.warning("%s failed (%s): once more in %g seconds", what, reason, wait)
         time.sleep(wait)
     return call()
