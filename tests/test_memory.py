@@ -421,3 +421,70 @@ def test_the_hosts_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "_cgroup_left", lambda: 500)
     monkeypatch.setattr(budget, "_available", lambda: 1000)
     assert budget.host_bytes() == 400
+
+
+# --- as on a device with memory of its own
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Sets how many MiB a device has left, whose copies to the host come late."""
+    from test_block_memory import Late
+
+    from fastlm.block import offload
+
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
+    monkeypatch.setattr(manager, "CudaCopier", lambda device: Late())
+
+    def left(mib):
+        found = budget.DeviceMemory(mib << 20, 0, mib << 20)
+        monkeypatch.setattr(budget, "device_memory", lambda device: found)
+
+    return left
+
+
+def checkpointed(**settings):
+    ours = patched(**settings)
+    ours.gradient_checkpointing_enable()
+    ours.enable_input_require_grads()
+    return ours
+
+
+@pytest.mark.parametrize("strategy", [None, "balanced", "aggressive", "minimal", 0.5])
+def test_a_strategy_changes_no_bit(strategy, device, caplog):
+    want = tiny.loss_and_gradients(checkpointed(), batch())
+    device(2000)
+    ours = checkpointed(memory=strategy, host_memory=1)
+    with caplog.at_level("INFO", logger="fastlm"):
+        for _ in range(2):
+            got = tiny.loss_and_gradients(ours, batch())
+            assert torch.equal(got[0], want[0]) and all(torch.equal(got[1][n], want[1][n]) for n in want[1])
+    # told once
+    assert caplog.text.count("memory for up to 512 tokens") == 1 and "GiB predicted beside" in caplog.text
+    plans, said = plans_of(ours), str(fastlm.report(ours))
+    if strategy == "minimal":
+        assert [sorted(plan.offloads) for plan in plans] == [["input"]] * 3 + [[]]
+        assert "sent to" in said and "0.00 of it not pinned" in said
+    else:
+        assert all(plan.gate_up and plan.attention and not plan.offloads for plan in plans)
+    binding.release_graphs(ours)
+    assert all(store.buffers.n_bytes == 0 for store in binding.state_of(ours).memory._stores.values())
+
+
+def test_less_is_kept_where_less_is_free(device):
+    want, kept = tiny.loss_and_gradients(checkpointed(), batch()), []
+    # of which 64 MiB are cuBLAS' and 512 stay free
+    for mib in (640, 590, 583):
+        device(mib)
+        ours = checkpointed(host_memory=1)
+        got = tiny.loss_and_gradients(ours, batch())
+        assert all(torch.equal(got[1][n], want[1][n]) for n in want[1])
+        kept.append(sum(plan.gate_up + plan.qkv + plan.attention + plan.residual for plan in plans_of(ours)))
+    assert kept[0] == 16 > kept[1] > kept[2]
+
+
+def test_without_the_trainers_word_everything_is_kept(device):
+    device(640)
+    ours = patched()
+    tiny.loss_and_gradients(ours, batch())
+    assert binding.state_of(ours).memory.choice is None

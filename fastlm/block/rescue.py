@@ -41,6 +41,7 @@ class Rescue:
         self.repeated = self.dropped_bytes = 0
         self.explain = explain
         self._kept: list[weakref.ref[Tensor]] = []
+        self._most = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # what tensors are alive belongs to a process
@@ -48,7 +49,10 @@ class Rescue:
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Tensors that a layer keeps and can make again."""
-        self._kept = [reference for reference in self._kept if reference() is not None]
+        if len(self._kept) >= self._most:
+            # the dead are looked for now and then only
+            self._kept = [reference for reference in self._kept if reference() is not None]
+            self._most = 2 * len(self._kept) + 512
         self._kept += [weakref.ref(tensor) for tensor in tensors]
 
     def _drop(self) -> int:

@@ -117,7 +117,7 @@ class Memory:
         self._choices: dict[tuple[int, int, Any], Choice] = {}
         self._stores: dict[torch.device, HostStore] = {}
         self._device_budget: int | None = None
-        self._repeated = 0
+        self._repeated, self._ahead = 0, 2
         # what the last plan was made for, what it needs beside activations, what is available, and the host's budget
         self._last: tuple[Model, Batch, int, int, int] | None = None
 
@@ -144,7 +144,7 @@ class Memory:
     def host(self, device: torch.device) -> HostStore:
         """What takes activations of a device."""
         if device not in self._stores:
-            self._stores[device] = HostStore(CudaCopier(device), budget.host_bytes(self.host_gib))
+            self._stores[device] = HostStore(CudaCopier(device), budget.host_bytes(self.host_gib), self._ahead)
         return self._stores[device]
 
     def plans(
@@ -175,8 +175,9 @@ class Memory:
                 return None
             self._choices[place] = found
         self.choice = self._choices[place]
+        self._ahead = ahead(batch)
         if device in self._stores:
-            self._stores[device].ahead = ahead(batch)
+            self._stores[device].ahead = self._ahead
         return self.choice.plans
 
     def _planned(self, batch: Batch, device: torch.device, model: Model, fixed: Weights) -> Choice | None:
@@ -186,7 +187,7 @@ class Memory:
             return minimal(model, batch, 0)
         if now is None and not isinstance(strategy, float):
             return None
-        host = budget.host_bytes(self.host_gib) if now is not None else 0
+        host = self._host_bytes() if now is not None else 0
         available = self._available(now, fixed, strategy)
         share, least = HEADROOM["minimal" if isinstance(strategy, float) else strategy]
         libraries, least = (0, 0) if now is None else (LIBRARY_BYTES, least)
@@ -211,6 +212,11 @@ class Memory:
             (fixed.gradients + fixed.optimizer[0]) / GIB, found.peak.where, found.peak.host / GIB, available / GIB, found,
         )  # fmt: skip
         return found
+
+    def _host_bytes(self) -> int:
+        """What activations may take of the host, what they have taken included."""
+        taken = sum(store.buffers.n_bytes for store in self._stores.values())
+        return budget.host_bytes(self.host_gib) + (taken if self.host_gib is None else 0)
 
     @staticmethod
     def _available(now: budget.DeviceMemory | None, fixed: Weights, strategy: Strategy) -> int:
