@@ -8,6 +8,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -344,7 +345,18 @@ class FastLanguageModel:
 
     @staticmethod
     def get_trainer(model: nn.Module, train_dataset: Any = None, args: Any = None, **kwargs: Any) -> Any:
-        """A TRL `SFTTrainer` for this model: see `fastlm.trainers.get_trainer`. Evaluations leave no trace in its training."""
+        """A TRL `SFTTrainer` for this model: see `fastlm.trainers.get_trainer`.
+
+        Conversations are tokenized many at a time, into the rows that TRL makes one by one. Evaluations leave no trace in the training.
+        """
+        # what else is wrong with args, the trainer says
+        settings = vars(args) if is_dataclass(args) else args or {}
+        if isinstance(settings, dict) and "formatting_func" not in kwargs and "data_collator" not in kwargs:
+            with_tokens = importlib.import_module("fastlm.data.prepared").with_tokens
+            prepared = functools.partial(with_tokens, tokenizer=kwargs.get("processing_class"), settings=settings)
+            train_dataset = prepared(train_dataset)
+            if "eval_dataset" in kwargs:
+                kwargs["eval_dataset"] = prepared(kwargs["eval_dataset"])
         trainer = trainers.get_trainer(model, train_dataset, args, **kwargs)
         trainer.add_callback(importlib.import_module("fastlm.evaluation.state").LeaveNoTrace())
         return trainer

@@ -107,7 +107,7 @@ def test_preparation_makes_the_same_rows_as_trl(tmp_path):
     done = run("preparation.py", "--data", questions(tmp_path), "--tokenizer", model, "--rounds", 1)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [row["impl"] for row in rows] == ["fastlm", "trl", "trl-completion"]
+    assert [row["impl"] for row in rows] == ["fastlm", "fastlm-plain", "trl", "trl-completion"]
     assert all(row["rows"] == 24 and row["rows_s"] > 0 for row in rows)
 
 

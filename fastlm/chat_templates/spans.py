@@ -57,6 +57,7 @@ class AnswerSpans:
         self.chat_template = chat_template
         self.units = units_of(tokenizer)
         self._openings: dict[str, str] = {}
+        self._parts: dict[str, list[str]] = {}
 
     def _render(self, messages: Sequence[Message], is_marked: bool = False, **options: Any) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -106,9 +107,12 @@ class AnswerSpans:
 
     def openings(self, options: Mapping[str, Any]) -> list[str]:
         """The opening, and what it begins with up to any of its tokens or with it, the longest first."""
-        units = self.units(self.opening(options))
-        ends = {n + end for n, unit in enumerate(units) if len(unit) > 1 for end in (0, 1)} | {len(units)}
-        return ["".join(units[:n]) for n in sorted(ends - {0}, reverse=True)]
+        key = repr(options)
+        if key not in self._parts:
+            units = self.units(self.opening(options))
+            ends = {n + end for n, unit in enumerate(units) if len(unit) > 1 for end in (0, 1)} | {len(units)}
+            self._parts[key] = ["".join(units[:n]) for n in sorted(ends - {0}, reverse=True)]
+        return self._parts[key]
 
     def _without_prompt(self, text: str, span: Span, options: Mapping[str, Any]) -> Span:
         """A mark may enclose the header too, which the prompt holds already."""

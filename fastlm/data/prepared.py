@@ -105,3 +105,37 @@ def _closing_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     ids = tokenizer(answer.rstrip(), add_special_tokens=False)["input_ids"] if len(answer) > 1 else []
     added = set(tokenizer.get_added_vocab().values())
     return {ids[-1]} & added if ids else set()
+
+
+# settings of an SFTConfig that make more of a conversation than its tokens
+_MORE = ("packing", "eval_packing", "assistant_only_loss", "dataset_kwargs", "chat_template_path", "eos_token")
+
+
+class _Tokens:
+    """For `datasets.map`, batched: conversations to `input_ids`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        return {"input_ids": self.tokenizer.apply_chat_template(batch["messages"], return_dict=True)["input_ids"]}
+
+
+def with_tokens(rows: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Any:
+    """Conversations with their tokens: those that an SFTTrainer would make row by row, made many at a time.
+
+    Args:
+        rows: a data set of `messages` alone; anything else comes back as it is.
+        tokenizer: the trainer's.
+        settings: of its SFTConfig. With one that makes more of a conversation, rows come back as they are.
+    """
+    import datasets
+    from transformers import PreTrainedTokenizerBase
+
+    is_plain = isinstance(rows, datasets.Dataset) and rows.column_names == ["messages"] and len(rows) > 0
+    if not is_plain or any(settings.get(name) for name in _MORE):
+        return rows
+    if not isinstance(tokenizer, PreTrainedTokenizerBase) or tokenizer.chat_template is None:
+        return rows
+    n_processes = settings.get("dataset_num_proc")
+    return rows.map(_Tokens(tokenizer), batched=True, num_proc=n_processes, desc="Tokenizing conversations")
