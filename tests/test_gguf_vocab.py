@@ -73,6 +73,16 @@ def test_byte_level_vocabulary(caplog):
     assert "normalizer (Lowercase) has no form" in caplog.text
 
 
+def test_an_added_token_without_a_row_is_left_out(caplog):
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("<image_soft_token>", special=True)])
+    found = read(tokenizer, n_rows=400)
+    assert len(found.tokens) == 400 and "<image_soft_token>" not in found.tokens
+    assert "left out: '<image_soft_token>'" in caplog.text
+    with pytest.raises(ValueError, match="tokens up to 400 .*has 399 rows"):
+        read(tokenizer, n_rows=399)
+
+
 def by_scores(text, vocabulary):
     """llama.cpp's way over one text: the neighbours whose union has the highest score become one, the leftmost first."""
     score = {

@@ -98,7 +98,7 @@ def read_vocabulary(tokenizer: Any, n_rows: int, end_ids: list[int]) -> Vocabula
 
     Raises:
         TypeError: if it is no fast tokenizer.
-        ValueError: if it has more tokens than the embedding rows, or is of a kind that GGUF has no form for.
+        ValueError: if it has more tokens of its own than the embedding rows, or is of a kind that GGUF has no form for.
     """
     tokenizer = text_tokenizer(tokenizer)
     backend = tokenizer.backend_tokenizer
@@ -110,11 +110,15 @@ def read_vocabulary(tokenizer: Any, n_rows: int, end_ids: list[int]) -> Vocabula
         return list(plain.encode(text).ids)
 
     vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
-    if max(vocabulary) >= n_rows:
+    beyond = {index: token for index, token in vocabulary.items() if index >= n_rows}
+    if beyond and not set(beyond) <= set(tokenizer.added_tokens_decoder):
         raise ValueError(
             f"the tokenizer has tokens up to {max(vocabulary)} ({vocabulary[max(vocabulary)]!r}), but the model's embedding has "
             f"{n_rows} rows: call resize_token_embeddings, or pass the tokenizer that the model was trained with"
         )
+    if beyond:
+        # Gemma 3's text models come with the token of an image, for which they have no row
+        logger.warning("tokens without a row in the embedding are left out: %s", ", ".join(map(repr, beyond.values())))
     model, kind = spec["model"], spec["model"]["type"]
     is_byte_level = '"ByteLevel"' in json.dumps(spec["pre_tokenizer"])
     if kind != "BPE" or not (is_byte_level or model.get("byte_fallback")):
@@ -131,8 +135,8 @@ def read_vocabulary(tokenizer: Any, n_rows: int, end_ids: list[int]) -> Vocabula
         "seperator": tokenizer.sep_token_id,
         "padding": tokenizer.pad_token_id,
     }
-    special = {name: index for name, index in named.items() if index is not None}
-    others = [index for index in end_ids if index != special.get("eos") and index in vocabulary]
+    special = {name: index for name, index in named.items() if index is not None and index < n_rows}
+    others = [index for index in end_ids if index != special.get("eos") and index in vocabulary and index < n_rows]
     if others:
         special["eot"] = others[0]
     around = encode("a")
