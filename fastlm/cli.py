@@ -87,6 +87,23 @@ def _prepared(settings: TrainSettings) -> tuple[Any, Any, Any]:
     return model, tokenizer, trainer
 
 
+def _predicted(model: Any, trainer: Any, settings: TrainSettings) -> str:
+    """What the largest batch of a run needs, or why that is not known."""
+    import fastlm
+
+    args = trainer.args
+    batch, length = args.per_device_train_batch_size, args.max_length
+    if settings.batches is not None:
+        length = settings.batches["tokens_per_batch"]
+    elif length is None:
+        length = max(len(row) for row in trainer.train_dataset["input_ids"])
+    try:
+        found = fastlm.estimate(model, batch, length, optim=args.optim)
+    except (ValueError, TypeError) as error:
+        return f"not predicted: {error}"
+    return f"{batch} rows of {length:,} tokens need {found}"
+
+
 @app.command()
 def train(
     file: _File = None,
@@ -109,6 +126,7 @@ def train(
     if dry_run:
         _console.print(fastlm.data.preview(trainer, rows=1))
         _console.print(Text(str(fastlm.report(made))))
+        _console.print(Text(f"memory: {_predicted(made, trainer, settings)}"))
         return
     result = trainer.train(resume_from_checkpoint=True if resume else None)
     folder = Path(trainer.args.output_dir) / "final"
@@ -163,6 +181,35 @@ def _loaded(model: str, **modes: Any) -> tuple[Any, Any]:
 
 
 _FourBit = Annotated[bool, typer.Option(help="Load in 4 bit, or in 16.")]
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="A model's folder; its configuration is read, not its weights.")],
+    batch: Annotated[int, typer.Option(help="Rows of a batch.")] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens of a row.")] = 2048,
+    mode: Annotated[str, typer.Option(help="4bit or 16bit.")] = "4bit",
+    r: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
+    optim: Annotated[str, typer.Option(help="As the trainer's.")] = "adamw_8bit",
+    device_gib: Annotated[float | None, typer.Option(help="Memory of the GPU; by default of the one here.")] = None,
+) -> None:
+    """Say how much memory training with LoRA will need, part by part, and what would fit."""
+    import fastlm
+
+    settings: dict[str, Any] = dict(mode=mode, r=r, optim=optim, device_gib=device_gib)
+    try:
+        found = fastlm.estimate(model, batch, seq, **settings)
+        facts = [(name, f"{n_bytes / 2**30:.2f} GiB") for name, n_bytes in found.parts.items()]
+        facts += [("together", f"{found.total / 2**30:.2f} GiB"), ("layers", str(found.choice))]
+        if found.available is not None:
+            facts += [
+                ("it fits" if found.fits else "it does not fit", f"{found.available / 2**30:.2f} GiB are there"),
+                ("largest batch", str(fastlm.max_batch_size(model, seq, **settings))),
+                ("longest row", f"{fastlm.max_seq_length(model, batch, **settings):,} tokens"),
+            ]
+    except (ValueError, TypeError, OSError) as error:
+        raise _fail(error) from error
+    _show(facts)
 
 
 @app.command()

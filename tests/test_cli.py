@@ -52,6 +52,9 @@ def test_a_dry_run_trains_nothing(work):
     shown = run("train", work / "config.yaml", "--output", output, "--dry-run", *CPU)
     assert "<|im_start|>assistant\n⟦It is 5.<|im_end|>⟧" in shown and "trained" in shown
     assert "block" in shown or "parts" in shown
+    assert re.search(
+        r"memory: 2 rows of 2,048 tokens need [\d.]+ GiB \(weights [\d.]+, adapters", " ".join(shown.split())
+    )
     assert not (output / "final").exists()
 
 
@@ -139,6 +142,15 @@ def test_preview(work):
     run("preview", work / "train.jsonl", "--model", work / "model", "--html", work / "page.html")
     page = (work / "page.html").read_text()
     assert page.startswith("<!doctype html>") and "It is 5." in page
+
+
+def test_estimate(work):
+    found = fastlm.estimate(str(work / "model"), 2, 512, mode="16bit", device_gib=8.0)
+    said = run("estimate", work / "model", "--batch", 2, "--seq", 512, "--mode", "16bit", "--device-gib", 8)
+    assert f"together       {found.total / 2**30:.2f} GiB" in said and "it fits        8.00 GiB are there" in said
+    longest = fastlm.max_seq_length(str(work / "model"), 2, mode="16bit", device_gib=8.0)
+    assert f"longest row    {longest:,} tokens" in said
+    assert "mode must be one of" in run("estimate", work / "model", "--mode", "3bit", code=2)
 
 
 def test_chat(work):
