@@ -186,6 +186,25 @@ def test_the_host_changes_no_bit(name, ahead, monkeypatch):
         assert store.copier.n_bytes == n_bytes
 
 
+def test_tensors_are_under_way_before_their_layer_asks(monkeypatch):
+    """Also below a layer that keeps all on the device, where the backward begins."""
+    ours = patched(num_hidden_layers=5)
+    store, asked, backward = (
+        offloading(monkeypatch, [on_host(RECOMPUTE_ALL, "input")] * 4 + [KEEP_ALL]),
+        [],
+        function._backward,
+    )
+
+    def spy(ctx, dy):
+        layer = ctx.layer
+        asked.append(bool(layer.parcel._arrived) or not layer.parcel._sent)
+        return backward(ctx, dy)
+
+    monkeypatch.setattr(function, "_backward", spy)
+    tiny.loss_and_gradients(ours, tiny.padded_batch())
+    assert asked == [True] * 5 and store.copier.n_copies == 8
+
+
 def test_gradients_from_the_host_may_be_taken_twice_and_accumulate(monkeypatch):
     ours = patched()
     want = tiny.loss_and_gradients(ours, tiny.padded_batch())

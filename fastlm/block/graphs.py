@@ -57,10 +57,13 @@ class StackCall:
         return None if self.plans is None or index >= len(self.plans) else self.plans[index]
 
     def parcel(self, plan: MemoryPlan, device: torch.device) -> Parcel | None:
-        """Takes what a layer's plan sends to the host, in the order of layers; None where the plan sends nothing."""
+        """Takes what a layer's plan sends to the host, in the order of layers; None where nothing was sent so far.
+
+        The backward of a layer that keeps all on the device calls for what those below it sent.
+        """
         # hooks of the user's, which offload themselves or look at what is saved, would see copies that are not there yet
         has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if not plan.offloads or self._host is None or has_hooks or not torch.is_grad_enabled():
+        if self._host is None or has_hooks or not torch.is_grad_enabled() or not (plan.offloads or self._last):
             return None
         self._last = self._host(device).open(self._last)
         return self._last
