@@ -170,6 +170,7 @@ class DeviceMetrics:
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         if return_outputs or not self._is_plain_loss(inputs):
+            self._count_tokens()
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
@@ -192,6 +193,10 @@ class DeviceMetrics:
         self._tokens = self._tokens + gather(places.sum()).sum()
         return loss
 
+    def _count_tokens(self) -> None:
+        self._total_train_tokens += int(self._tokens)
+        self._tokens = 0
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As SFTTrainer's; the metrics since the last log are read from the device first, all at once."""
         metrics = self._metrics["train"]
@@ -199,8 +204,7 @@ class DeviceMetrics:
         if places:
             for (name, i), value in zip(places, torch.stack([metrics[n][i] for n, i in places]).tolist(), strict=True):
                 metrics[name][i] = value
-            self._total_train_tokens += int(self._tokens)
-            self._tokens = 0
+            self._count_tokens()
             metrics["num_tokens"] = [self._total_train_tokens]
         super().log(logs, start_time)  # type: ignore[misc]
 

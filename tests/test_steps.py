@@ -31,9 +31,9 @@ LOOPS = {
     "every-third": dict(max_steps=7, logging_steps=3),
     "accumulated": dict(max_steps=4, logging_steps=2, gradient_accumulation_steps=2),
     "padding-free": dict(max_steps=3, logging_steps=2, padding_free=True, packing=True, max_length=32),
-    "evaluated": dict(max_steps=4, logging_steps=3, eval_strategy="steps", eval_steps=2),
+    "evaluated": dict(max_steps=6, logging_steps=3, eval_strategy="steps", eval_steps=2),
     "dft": dict(max_steps=3, logging_steps=2, loss_type="dft"),
-    "equal-lengths": dict(max_steps=4, logging_steps=3, eval_strategy="steps", eval_steps=2),
+    "equal-lengths": dict(max_steps=6, logging_steps=3, eval_strategy="steps", eval_steps=2),
     "equal-lengths-dft": dict(max_steps=3, logging_steps=2, loss_type="dft"),
     "stream": dict(max_steps=3, logging_steps=2),
 }

@@ -17,7 +17,7 @@ import fastlm
 CLOSE = 1e-4
 LENGTHS = (9, 22, 14, 31, 6, 17, 25, 12)
 NUMBERS = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
-NUMBERS += tuple(f"eval_{name}" for name in ("loss", "mean_token_accuracy", "entropy", "right"))
+NUMBERS += tuple(f"eval_{name}" for name in ("loss", "mean_token_accuracy", "entropy", "num_tokens", "right"))
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
