@@ -177,7 +177,8 @@ SIZES = {1.0: "5GB", 2.0: "10KB"}
 def save_as(value, model, target):
     with torch.no_grad():
         model.get_base_model().model.norm.weight.fill_(value)
-    save_pretrained_merged(model, target, max_shard_size=SIZES[value])
+    # progress bars share a lock with forked processes, and one that is killed would keep it
+    save_pretrained_merged(model, target, max_shard_size=SIZES[value], verify=False)
 
 
 def save_by_turns(model, target):
@@ -204,10 +205,10 @@ def test_a_kill_at_any_moment_leaves_one_whole_save(tmp_path):
     (target / "notes.txt").write_text("mine")
     wanted = set(tensors(target))
     context = multiprocessing.get_context("fork")
-    for turn in range(20):
+    for turn in range(12):
         child = context.Process(target=save_by_turns, args=(model, target))
         child.start()
-        time.sleep(0.01 + 0.02 * turn)
+        time.sleep(0.01 + 0.035 * turn)
         child.kill()
         child.join()
         saved_value(target, wanted)
