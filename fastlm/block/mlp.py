@@ -82,9 +82,15 @@ class _Kept:
         if part.shape[0] == self._n_rows:
             self.tensors[name] = part
             return
+        room = self.room(name, part.shape[1], part, rows)
+        if room.data_ptr() != part.data_ptr():
+            room.copy_(part)
+
+    def room(self, name: str, width: int, like: Tensor, rows: slice) -> Tensor:
+        """Where a tile of this tensor of [T, width] lies."""
         if name not in self.tensors:
-            self.tensors[name] = part.new_empty((self._n_rows, *part.shape[1:]))
-        self.tensors[name][rows] = part
+            self.tensors[name] = like.new_empty((self._n_rows, width))
+        return self.tensors[name][rows]
 
 
 def _release(*linears: StackedLinear) -> None:
@@ -118,9 +124,11 @@ def mlp_forward(
     y = None if len(tiles) == 1 else h if owns else h.clone()
     for rows in tiles:
         h_rows = h[rows] if y is None else y[rows]
-        packed = gate_up.forward(read[rows])
+        room = kept.room("gate_up", gate_up.width, read, rows) if plan.gate_up and len(tiles) > 1 else None
+        packed = gate_up.forward(read[rows], out=room)
         if plan.gate_up:
             kept.add("gate_up", packed, rows)
+        del room
         act = _act(packed, layer, down)
         del packed
         if adds_in_gemm:

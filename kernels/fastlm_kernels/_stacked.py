@@ -276,10 +276,17 @@ class StackedLinear:
             return weight.to(self.dtype)
         return nf4_decode(weight, weight.dtype).to(self.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, K] -> y [T, sum N], where a backward follows with the room of `gradient`. Leaves the low-rank products in `low`."""
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [T, K] -> y [T, sum N], where a backward follows with the room of `gradient`. Leaves the low-rank products in `low`.
+
+        out: where to write y, of unit column stride; there is no room beside it.
+        """
         self.make_low(x)
-        y = self._riding(_widened(x, self.x_pad)) if self.x_pad else self._beside(x)
+        y = self.gradient(x.shape[0], x.device) if out is None else out
+        if self.x_pad:
+            self._riding(_widened(x, self.x_pad), y)
+        else:
+            self._beside(x, y)
         for i in self.alone:
             side = self._lora(i)[1].to(self.lora_dtype).t() * self.group.scalings[i]
             _add_product(y[:, self.group.rows[i]], self.low[i], side)
@@ -304,22 +311,21 @@ class StackedLinear:
             self._decoded = None
         return y
 
-    def _riding(self, x: Tensor) -> Tensor:
+    def _riding(self, x: Tensor, y: Tensor) -> None:
         """[x, x A^T] -> y."""
         weights, bias = self._room()[: self.width], self._bias(x)
         if bias is not None:
             # torch would write the bias into y first, and let the GEMM read it there: cuBLAS may round once more for that
             x[:, -1].fill_(1.0)
             weights[:, -1] = bias
-        y = torch.mm(x, weights.t(), out=self.gradient(x.shape[0], x.device))
+        torch.mm(x, weights.t(), out=y)
         if bias is not None and self.holds:
             # where the backward reads B, which has nothing there
             weights[:, -1] = 0.0
-        return y
 
-    def _beside(self, x: Tensor) -> Tensor:
+    def _beside(self, x: Tensor, y: Tensor) -> None:
         """x -> y, rounded where PEFT rounds: the base product first, then the adapters' added to it."""
-        bias, stacked, y = self._bias(x), self._stacked(), self.gradient(x.shape[0], x.device)
+        bias, stacked = self._bias(x), self._stacked()
         if stacked is None:
             for i, rows in enumerate(self.group.rows):
                 part, dense = y[:, rows], self._dense(i).t()
@@ -333,7 +339,6 @@ class StackedLinear:
             torch.addmm(bias, x, stacked.t(), out=y)
         if self.b is not None:
             _add_product(y, self.low[_TOGETHER], self.b.t())
-        return y
 
     def _bias(self, x: Tensor) -> Tensor | None:
         biases = self.tensors[::3]
