@@ -1,9 +1,7 @@
-"""Callbacks that keep a run's weights finite, its token to itself, and its reporting from ending it; `fastlm.callbacks`."""
+"""Callbacks that keep a run's weights finite and its token to itself; `fastlm.callbacks`."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -227,31 +225,3 @@ class _Token(str):
 
     def __repr__(self) -> str:
         return "'<token>'"
-
-
-_EVENTS = tuple(name for name in dir(TrainerCallback) if name.startswith("on_"))
-
-
-def shield_reporting(registered: list[Any]) -> None:
-    """Let the reporting callbacks among these fail without ending the training: one that raises is told of, and not called again."""
-    kinds = importlib.import_module("transformers.integrations.integration_utils").INTEGRATION_TO_CALLBACK
-    for callback in registered:
-        if isinstance(callback, tuple(kinds.values())):
-            for event in _EVENTS:
-                # on this instance, which stays what it is for whoever looks for its class
-                callback.__dict__[event] = functools.partial(_report, callback, event)
-
-
-def _report(callback: Any, event: str, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return getattr(type(callback), event)(callback, *args, **kwargs)
-    except Exception as error:
-        name = type(callback).__name__
-        logger.warning("%s failed in %s and is switched off; training goes on: %s", name, event, error)
-        for other in _EVENTS:
-            callback.__dict__[other] = _nothing
-    return None
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """An event of a callback that was switched off."""

@@ -6,6 +6,9 @@ import errno
 import logging
 import os
 import shutil
+import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import filelock
@@ -115,6 +118,64 @@ class OutputFolder(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.release()
+
+
+class LaterSaves(TrainerCallback):
+    """The end of a save in a thread beside the training: hashes, the disk's word that it has all, the final name, older ones removed.
+
+    One save at a time. What goes wrong is raised by the next save or by the end of the training.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a thread belongs to a process
+        return {"_thread": None, "_error": None}
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin the end of a save; the one before must have been waited for."""
+        if self._thread is not None:
+            raise RuntimeError("the save before this one was not waited for: call wait() first")
+        # a process that is told to end at once does not wait: what it leaves is no checkpoint
+        self._thread = threading.Thread(target=self._run, args=(work,), name="fastlm-save", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until a save that was begun has its name.
+
+        Raises:
+            Exception: what went wrong with it, once.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def settle(self) -> None:
+        """After a training, however it ended: wait, but not where somebody interrupts; what went wrong is logged."""
+        if isinstance(sys.exception(), KeyboardInterrupt):
+            return
+        try:
+            self.wait()
+        except Exception as error:
+            logger.error("%s", error)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # a training that ends looks through the checkpoints that there are
+        self.wait()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.wait()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._error = error
 
 
 class MarkedCheckpoints(TrainerCallback):

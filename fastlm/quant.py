@@ -68,6 +68,25 @@ def is_8bit(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
+def unrounded_states(optimizer: Any) -> Iterator[None]:
+    """Within, one of bitsandbytes' optimizers reads a state as it was saved. Others, and None, are left alone.
+
+    bitsandbytes casts what is no code, so the float32 scales of its codes, to the dtype of the parameters; these are float32 within.
+    """
+    module = sys.modules.get("bitsandbytes")
+    is_ours = module is not None and isinstance(optimizer, module.optim.optimizer.Optimizer8bit)
+    params = [p for group in optimizer.param_groups for p in group["params"]] if is_ours else []
+    before = [(p, p.data) for p in params if type(p.data) is Tensor and p.dtype in (torch.bfloat16, torch.float16)]
+    for p, data in before:
+        p.data = data.float()
+    try:
+        yield
+    finally:
+        for p, data in before:
+            p.data = data
+
+
+@contextlib.contextmanager
 def kept_cpu_layout(model: nn.Module) -> Iterator[None]:
     """`keep_cpu_layout` for the time of a block, also of models that others loaded."""
     layers = [module for module in model.modules() if is_4bit(module)]

@@ -11,14 +11,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sized
-from typing import Any
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastlm import adapters, binding, checkpoints
+from fastlm import adapters, binding, checkpoints, host_memory, quant
 from fastlm.forwards.causal_lm import TOKEN_OUTPUT
 from fastlm.patching import opaque, patch_of
 from fastlm.steps import CountedOnce, DeviceMetrics, FusedStep, short_walks
@@ -147,8 +147,10 @@ class WholeCheckpoints:
     # Trainer's
     args: Any
     state: Any
+    control: Any
     accelerator: Any
     model: Any
+    optimizer: Any
     callback_handler: Any
     # FusedStep's and DeviceMetrics'
     clips_in_step: bool
@@ -167,6 +169,9 @@ class WholeCheckpoints:
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        later = self._callbacks_of(output().LaterSaves)
+        for one in later:
+            one.wait()
         run_dir, name = self._get_output_dir(trial), f"checkpoint-{self.state.global_step}"
         final = os.path.join(run_dir, name)
         stage = checkpoints.stage_of(final)
@@ -181,28 +186,47 @@ class WholeCheckpoints:
             self._name_best(run_dir, os.path.join(stage, name))
             # every process has written its part
             self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                n_bytes = checkpoints.publish(os.path.join(stage, name), final)
-                os.rmdir(stage)
-                logger.info("%s: %d bytes saved in %.2f s", final, n_bytes, time.perf_counter() - start)
         except Exception as error:
-            written = checkpoints.discard(final) if self.args.should_save else 0
-            said = output().save_error(error, final, written, output().checkpoint_bytes(self.model, self.args))
-            if said is None:
-                raise
-            raise said from error
+            self._fail_save(final, error)
         finally:
             self._stage = None
+        publish = functools.partial(self._publish, stage, final, start)
+        rotate = functools.partial(
+            importlib.import_module("transformers.trainer_utils").rotate_checkpoints,
+            output_dir=run_dir,
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+        # the last save of a run, also of one that was told to stop, and one that is uploaded, are waited for
+        if later and not (self.args.push_to_hub or self.control.should_training_stop):
+            if self.args.should_save:
+                later[0].start(lambda: (publish(), rotate()))
+            return
+        if self.args.should_save:
+            publish()
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(final)
         if self.args.should_save:
-            importlib.import_module("transformers.trainer_utils").rotate_checkpoints(
-                output_dir=run_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            rotate()
+
+    def _publish(self, stage: str, final: str, start: float) -> None:
+        """Give a written checkpoint its name; `start` is when the save began."""
+        try:
+            n_bytes = checkpoints.publish(os.path.join(stage, os.path.basename(final)), final)
+            os.rmdir(stage)
+        except Exception as error:
+            self._fail_save(final, error)
+        logger.info("%s: %d bytes saved in %.2f s", final, n_bytes, time.perf_counter() - start)
+
+    def _fail_save(self, final: str, error: Exception) -> NoReturn:
+        """Remove what was written of a checkpoint, and raise: the error, or what it means if the disk is at fault."""
+        written = checkpoints.discard(final) if self.args.should_save else 0
+        said = output().save_error(error, final, written, output().checkpoint_bytes(self.model, self.args))
+        if said is None:
+            raise error
+        raise said from error
 
     def _name_best(self, run_dir: str, part: str) -> None:
         """Name the best checkpoint by the folder that it is or will be in, as Trainer does where it finds it."""
@@ -239,9 +263,36 @@ class WholeCheckpoints:
         """Nothing: TRL's trainers tell the hub of every training. Under a plain one, HF_HUB_DISABLE_TELEMETRY=1 is TRL's own switch."""
 
     def _load_best_model(self) -> None:
+        for later in self._callbacks_of(output().LaterSaves):
+            later.wait()
         best = self.state.best_model_checkpoint
         _agreed(lambda: checkpoints.verify(best))
-        super()._load_best_model()
+        with self._kept_parameters():
+            super()._load_best_model()
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._kept_parameters():
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
+        # by itself, or in accelerate's wrapper
+        with quant.unrounded_states(vars(self.optimizer).get("optimizer", self.optimizer)):
+            super()._load_optimizer_and_scheduler(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _kept_parameters(self) -> Iterator[None]:
+        """Within, adapters may be read: their values change, the parameters and their dtypes stay.
+
+        PEFT makes 16-bit ones float32 as it reads them, in parameters that an optimizer or whoever cleared their gradients does not know.
+        """
+        before = {name: (p, p.dtype) for name, p in self.model.named_parameters() if p.requires_grad}
+        yield
+        for name, now in list(self.model.named_parameters()):
+            kept, dtype = before.get(name, (now, now.dtype))
+            if now.dtype != dtype or now is not kept:
+                kept.data = now.data.to(dtype)
+                place, _, own = name.rpartition(".")
+                setattr(self.model.get_submodule(place), own, kept)
 
     def _callbacks_of(self, kind: type) -> list[Any]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, kind)]
@@ -253,9 +304,13 @@ class WholeCheckpoints:
             ValueError: naming the damaged file, if a path is given; naming every checkpoint, if none is whole.
             OSError: if the output folder cannot be written, or a save fails; what was written of the checkpoint is removed.
             RuntimeError: if another run trains into the output folder.
+            MemoryError: if the host's memory is full, with what is held and left and what would need less.
             FloatingPointError: after too many steps in a row whose gradients or losses were not finite.
             SystemExit, KeyboardInterrupt: after the save that SIGTERM or SIGINT asked for.
         """
+        for later in self._callbacks_of(output().LaterSaves):
+            # of a training that was interrupted
+            later.wait()
         if resume_from_checkpoint is True:
             # None at all: Trainer's own error
             resume_from_checkpoint = _agreed(lambda: checkpoints.newest_whole(self.args.output_dir)) or True
@@ -265,8 +320,15 @@ class WholeCheckpoints:
         try:
             with self.filter_on_device(), short_walks(self.model):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
+        except (MemoryError, RuntimeError, OSError) as error:
+            said = host_memory.explain(error, self.args)
+            if said is None:
+                raise
+            raise said from error
         finally:
             binding.release_graphs(self.model)
+            for later in self._callbacks_of(output().LaterSaves):
+                later.settle()
             # an error ends a training without telling its callbacks
             for requests in self._callbacks_of(importlib.import_module("fastlm.signals").StopRequests):
                 requests.restore()
@@ -315,7 +377,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs: Any) -> Any:
+def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, async_save: bool = False, **kwargs: Any) -> Any:
     """A TRL `SFTTrainer` for this model.
 
     Args:
@@ -324,12 +386,15 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
         args: an `SFTConfig`, or a dict of its arguments, or None for its defaults. Without a `max_length` in the dict, rows may be as
             long as the model was loaded for; an SFTConfig keeps its own, and a default that differs from the model's is told of. Mixed
             precision follows the model's dtype where the dict does not say it.
+        async_save: train on while a checkpoint that is written is hashed, kept by the disk and given its name; the files are the same.
+            An error is raised by the next save or the end of the training. The folder may not have its name yet when callbacks hear
+            of the save; a run that ends or is told to stop waits for it, and so does an upload.
         **kwargs: SFTTrainer's other arguments (processing_class, eval_dataset, callbacks, …).
 
     Returns:
         The trainer, of a subclass that computes what a plain SFTTrainer with the same arguments does, steps as
         `fastlm.steps` says, without waiting for the GPU between two logs, and writes checkpoints as `WholeCheckpoints` says, with
-        `fastlm.callbacks` in it. Reporting that fails is switched off and does not end the training.
+        `fastlm.callbacks` in it. Reporting that fails is switched off, and reporting that is slow is not waited for.
 
     Raises:
         TypeError: if args is neither, or an argument is unknown to SFTConfig.
@@ -358,9 +423,14 @@ def get_trainer(model: nn.Module, train_dataset: Any, args: Any = None, **kwargs
     if args.dataloader_pin_memory and not args.use_cpu:
         # accelerate's own option: batches leave pinned memory without a wait for what the device is doing
         args.accelerator_config.non_blocking = True
+    if not isinstance(async_save, bool):
+        raise TypeError(f"async_save must be True or False, got {async_save!r}")
     kwargs["callbacks"] = guards().for_whole_checkpoints(kwargs.get("callbacks"))
+    if async_save:
+        # before those that let the output folder go
+        kwargs["callbacks"] = [output().LaterSaves(), *kwargs["callbacks"]]
     trainer = _trainer_class()(model=model, train_dataset=train_dataset, args=args, **kwargs)
-    guards().shield_reporting(trainer.callback_handler.callbacks)
+    importlib.import_module("fastlm.services").shield(trainer.callback_handler.callbacks)
     if _is_empty(trainer.train_dataset):
         raise ValueError(
             "no row of train_dataset has a token to train on: all labels are -100, in every row. Look at what masks them "

@@ -1,7 +1,7 @@
 """Training that is killed in its second save, and resumed: `python checkpoint_worker.py FOLDER KILLS`. Every run is a fork of one process.
 
 KILLS of get_trainer's trainer at random moments of the save, beside one at each of MOMENTS and, of a plain trainer with
-`fastlm.callbacks()`, at each of PLAIN_MOMENTS.
+`fastlm.callbacks()`, at each of PLAIN_MOMENTS. With `later` in place of KILLS: of asynchronous saves, at each of LATER_MOMENTS.
 
 Writes FOLDER/<moment>/result.pt: {resumed, weights, log}, and FOLDER/result.pt of the run that nobody killed. With a rank in the
 environment, it is one process of two that train and save together instead.
@@ -34,7 +34,7 @@ from fastlm import FastLanguageModel, checkpoints, guards
 STEPS, EVERY, KILLED = 6, 2, 4
 
 
-def make(folder, plain: bool = False, callbacks=None, **args):
+def make(folder, plain: bool = False, callbacks=None, async_save: bool = False, **args):
     """get_trainer's, or TRL's own, with checkpoints; the adapters' dropout needs the saved state of torch's generator."""
     stock = tiny.model("llama", attention="sdpa")
     model = fastlm.patch_model(tiny.with_lora(stock, lora_dropout=0.1), strict=True)
@@ -46,7 +46,9 @@ def make(folder, plain: bool = False, callbacks=None, **args):
     if plain:
         config = trl.SFTConfig(**settings)
         return trl.SFTTrainer(model=model, args=config, processing_class=tokenizer, callbacks=callbacks, **datasets)
-    return FastLanguageModel.get_trainer(model, args=settings, processing_class=tokenizer, **datasets)
+    return FastLanguageModel.get_trainer(
+        model, args=settings, processing_class=tokenizer, async_save=async_save, **datasets
+    )
 
 
 def die(*_args, **_kwargs):
@@ -129,6 +131,10 @@ PLAIN_MOMENTS = {
 }
 
 
+# where a save goes on beside the training
+LATER_MOMENTS = ("before-the-manifest", "before-the-rename", "after-the-rename", "in-the-rotation")
+
+
 def forked(function, *args) -> int:
     """Run in a child process. Returns its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(start(function, *args), 0)[1])
@@ -152,12 +158,12 @@ def start(function, *args) -> int:
         os._exit(code)
 
 
-def guarded(folder: Path, plain: bool):
-    return make(folder, plain, fastlm.callbacks() if plain else None, save_total_limit=1)
+def guarded(folder: Path, plain: bool, later: bool = False):
+    return make(folder, plain, fastlm.callbacks() if plain else None, async_save=later, save_total_limit=1)
 
 
-def killed_run(folder: Path, moment: str, plain: bool) -> None:
-    trainer = guarded(folder, plain)
+def killed_run(folder: Path, moment: str, plain: bool, later: bool = False) -> None:
+    trainer = guarded(folder, plain, later)
     (PLAIN_MOMENTS if plain else MOMENTS)[moment][0](trainer)
     trainer.train()
 
@@ -184,8 +190,8 @@ def whole_run(folder: Path) -> None:
     keep(folder, trainer, resumed=None)
 
 
-def resumed_run(folder: Path, plain: bool = False) -> None:
-    trainer = guarded(folder, plain)
+def resumed_run(folder: Path, plain: bool = False, later: bool = False) -> None:
+    trainer = guarded(folder, plain, later)
     # a plain trainer takes the highest number; its callbacks have renamed what is half by now
     look = transformers.trainer_utils.get_last_checkpoint if plain else checkpoints.newest_whole
     found = look(str(folder))
@@ -282,6 +288,14 @@ def warm_up(folder: Path) -> None:
     gc.freeze()
 
 
+def later_saves(folder: Path) -> None:
+    warm_up(folder / "warm")
+    assert forked(whole_run, folder) == 0
+    for moment in LATER_MOMENTS:
+        assert forked(killed_run, folder / moment, moment, False, True) == -signal.SIGKILL, moment
+        assert forked(resumed_run, folder / moment, False, True) == 0, moment
+
+
 def main(folder: Path, n_kills: int) -> None:
     warm_up(folder / "warm")
     assert forked(whole_run, folder) == 0
@@ -314,5 +328,7 @@ if __name__ == "__main__":
     logging.disable(logging.INFO)
     if "RANK" in os.environ:
         two_processes(Path(sys.argv[1]))
+    elif sys.argv[2] == "later":
+        later_saves(Path(sys.argv[1]))
     else:
         main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -24,16 +24,16 @@ def checkpoint(tmp_path_factory):
     return training.save_base(tmp_path_factory.mktemp("base"))
 
 
-def fresh(checkpoint, mode: str, seed: int = 1, dropout: float = 0.0):
+def fresh(checkpoint, mode: str, seed: int = 1, dropout: float = 0.0, r: int = 4, **loading):
     """A model as a new process would make it. Adapters start with a B of noise, not zeros, which depends on the seed as A does."""
     flags = {"4bit": dict(load_in_4bit=True), "16bit": dict(load_in_16bit=True), "full": dict(full_finetuning=True)}[
         mode
     ]
-    model, _ = FastLanguageModel.from_pretrained(checkpoint, dtype=torch.float32, strict=True, **flags)
+    model, _ = FastLanguageModel.from_pretrained(checkpoint, dtype=torch.float32, strict=True, **flags, **loading)
     if mode == "full":
         return model
     return FastLanguageModel.get_peft_model(
-        model, r=4, lora_alpha=12, lora_dropout=dropout, random_state=seed, init_lora_weights=False
+        model, r=r, lora_alpha=12, lora_dropout=dropout, random_state=seed, init_lora_weights=False
     )
 
 
@@ -84,6 +84,49 @@ def test_resume_is_the_run_that_never_stopped(tmp_path, checkpoint, case):
     training.assert_same_run(training.logged(resumed), want, TO_THE_BIT, but=RECOUNTED)
     training.assert_same_weights(training.trained(second), training.trained(whole), TO_THE_BIT)
     training.assert_ran_fast(second, "parts" if case == "full" else "block")
+
+
+def with_everything(checkpoint, folder, seed: int = 1, callbacks=None, device: str = "cpu"):
+    """get_trainer's, with dropout, accumulation, a 4-bit base, adapters in bfloat16 and moments in 8 bits."""
+    model = fresh(checkpoint, "4bit", seed, dropout=0.1, r=64, deterministic=True)
+    args = training.settings(
+        folder, max_steps=STEPS, save_strategy="steps", save_steps=2, learning_rate=1e-2, optim="adamw_8bit",
+        gradient_accumulation_steps=2, use_cpu=device == "cpu",
+    )  # fmt: skip
+    named = dict(train_dataset=training.rows(), processing_class=training.tokenizer(), callbacks=callbacks)
+    return FastLanguageModel.get_trainer(model, args=args, **named)
+
+
+def resume_with_everything(checkpoint, folder, device: str) -> None:
+    whole = with_everything(checkpoint, folder / "whole", device=device)
+    want = training.train(whole)
+    assert len({entry["loss"] for entry in want}) == STEPS
+    codes = [
+        value
+        for state in whole.optimizer.state_dict()["state"].values()
+        for value in state["__bnb_optimizer_quant_state__"].values()
+    ]
+    assert any(torch.is_tensor(value) and value.dtype == torch.uint8 for value in codes)
+    with_everything(checkpoint, folder / "parts", callbacks=[StopAfterTwo()], device=device).train()
+    resumed = with_everything(checkpoint, folder / "parts", seed=2, device=device)
+    resumed.train(resume_from_checkpoint=True)
+    training.assert_same_run(training.logged(resumed), want, TO_THE_BIT, but=RECOUNTED)
+    training.assert_same_weights(training.trained(resumed.model), training.trained(whole.model), TO_THE_BIT)
+    dtypes = [{p.dtype for p in training.trained(made.model).values()} for made in (whole, resumed)]
+    assert dtypes == [{torch.bfloat16}, {torch.bfloat16}]
+
+
+def test_resume_with_everything_at_once(tmp_path, checkpoint):
+    """Also the dtype of the adapters: PEFT reads bfloat16 ones as float32, and the run would go on with other numbers."""
+    pytest.importorskip("bitsandbytes")
+    resume_with_everything(checkpoint, tmp_path, "cpu")
+
+
+@pytest.mark.gpu
+def test_resume_with_everything_at_once_on_a_gpu(tmp_path, checkpoint):
+    """Where moments in 8 bits and the skipped steps are the kernels' work."""
+    pytest.importorskip("bitsandbytes")
+    resume_with_everything(checkpoint, tmp_path, "cuda")
 
 
 def test_dropout_masks_differ_from_step_to_step(tmp_path, checkpoint):
