@@ -26,6 +26,8 @@ from fastlm_kernels.linear_cross_entropy import TokenStats
 
 logger = logging.getLogger(__name__)
 
+# what a layer that was short of memory says, beside what would fit
+_TRIED = "The layer was run again"
 # What TRL's SFTTrainer asks of its fused head; others ask for more and keep TRL's.
 _FIELDS = ("log_probs", "entropy", "is_top1")
 
@@ -159,6 +161,8 @@ class WholeCheckpoints:
     filter_on_device: Callable[[], contextlib.AbstractContextManager[None]]
     # where a save is being written instead of in the output folder
     _stage: str | None = None
+    # rows and tokens a row of the batch in hand
+    _shape: tuple[int, int] | None = None
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._stage is None else self._stage
@@ -239,9 +243,11 @@ class WholeCheckpoints:
             if self.args.should_save:
                 state.save_to_json(os.path.join(part, checkpoints.TRAINER_STATE))
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the trainer's; then the gradients of a whole step are looked at, before clipping spreads what is wrong in one of them."""
-        loss = super().training_step(*args, **kwargs)
+        rows = inputs.get("input_ids")
+        self._shape = None if rows is None else (rows.shape[0], rows.shape[1])
+        loss = super().training_step(model, inputs, *args, **kwargs)
         for guard in self._callbacks_of(guards().FiniteSteps):
             guard.add_loss(loss)
             if self.accelerator.sync_gradients and not self.clips_in_step:
@@ -274,6 +280,17 @@ class WholeCheckpoints:
         with self._kept_parameters():
             super()._load_from_checkpoint(*args, **kwargs)
 
+    def _memory_advice(self, error: torch.OutOfMemoryError) -> str:
+        """What to say of an error of the device's memory: what was measured, what would fit, and how to go on."""
+        go_on = "Checkpoints that were saved are whole: go on with resume_from_checkpoint=True"
+        if self._shape is None or patch_of(adapters.base_model(self.model)) is None:
+            return f"{error} {go_on}"
+        text = str(error)
+        # a layer's own error has it already
+        if _TRIED not in text:
+            text = importlib.import_module("fastlm.memory").advice(self.model, *self._shape, text)
+        return f"{text} {go_on}"
+
     def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
         # by itself, or in accelerate's wrapper
         with quant.unrounded_states(vars(self.optimizer).get("optimizer", self.optimizer)):
@@ -304,6 +321,7 @@ class WholeCheckpoints:
             ValueError: naming the damaged file, if a path is given; naming every checkpoint, if none is whole.
             OSError: if the output folder cannot be written, or a save fails; what was written of the checkpoint is removed.
             RuntimeError: if another run trains into the output folder.
+            torch.OutOfMemoryError: with measured numbers and the change that would fit.
             MemoryError: if the host's memory is full, with what is held and left and what would need less.
             FloatingPointError: after too many steps in a row whose gradients or losses were not finite.
             SystemExit, KeyboardInterrupt: after the save that SIGTERM or SIGINT asked for.
@@ -320,6 +338,8 @@ class WholeCheckpoints:
         try:
             with self.filter_on_device(), short_walks(self.model):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(self._memory_advice(error)) from error
         except (MemoryError, RuntimeError, OSError) as error:
             said = host_memory.explain(error, self.args)
             if said is None:

@@ -1,4 +1,4 @@
-"""A host whose memory is full: an error that says what is held, what is left and what would need less, and a run that goes on."""
+"""A host or a device whose memory is full: what is held, what is left, what would need less, and a run that goes on."""
 
 import errno
 import re
@@ -10,6 +10,7 @@ import training
 import transformers
 
 from fastlm import checkpoints, host_memory
+from fastlm.memory import prediction
 
 # more than any address space
 TOO_MANY = 2**60
@@ -84,3 +85,28 @@ def test_other_errors_stay_what_they_are(tmp_path, error):
     with pytest.raises(type(error)) as caught:
         trainer.train()
     assert caught.value is error
+
+
+# --- the device's memory ---
+
+
+@pytest.mark.parametrize("in_layer", [False, True], ids=["elsewhere", "in-a-layer"])
+def test_an_error_of_the_devices_memory_says_what_would_fit(tmp_path, monkeypatch, in_layer):
+    """Once: what a layer found out itself is not said again."""
+    says = "CUDA out of memory. Tried to allocate 2.00 GiB."
+    if in_layer:
+        says += " The layer was run again at the cost of all kept activations, and that was not enough."
+    monkeypatch.setattr(prediction, "_device_bytes", lambda: 1 << 20)
+    trainer = checkpoint_worker.make(tmp_path)
+
+    def fails():
+        raise torch.OutOfMemoryError(says)
+
+    trainer.add_callback(At(fails))
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.train()
+    text = str(caught.value)
+    assert text.startswith(says) and text.endswith("go on with resume_from_checkpoint=True")
+    # two rows, of at most 31 tokens
+    assert (re.search(r"2 x \d+ tokens need [\d.]+ GiB at least", text) is None) == in_layer
+    checkpoints.verify(str(tmp_path / "checkpoint-2"))
