@@ -49,6 +49,7 @@ DOORS = {
         "cli_doctor.py",
         "signals.py",
         "guards.py",
+        "services.py",
         "output.py",
         "tokens.py",
         "evaluation/",
