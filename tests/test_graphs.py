@@ -372,14 +372,14 @@ def test_evaluation_gives_the_memory_back(device):
     assert not graphs_of(made).is_empty
 
 
-def test_memory_comes_back_when_training_ends():
+def test_memory_comes_back_when_training_ends(tmp_path):
     made, _ = warmed("cpu")
     fastlm.FastLanguageModel.for_inference(made)
     assert graphs_of(made).is_empty
     made = patched("cpu")
     rows = [dict(input_ids=tiny.ids(1, 12, seed=seed)[0].tolist()) for seed in range(5)]
     args = dict(
-        output_dir="unused",
+        output_dir=str(tmp_path),
         use_cpu=True,
         max_steps=5,
         per_device_train_batch_size=1,
