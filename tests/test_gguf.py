@@ -2,7 +2,6 @@
 
 import copy
 
-import httpx
 import pytest
 import tiny
 import torch
@@ -10,7 +9,7 @@ import transformers as tf
 from exported import shake, snapshot
 from gguf_models import FAMILIES, ROWS, byte_level, fields, model, tensors
 from peft import LoraConfig, get_peft_model
-from test_export_hub import TOKEN, Hub
+from test_export_hub import TOKEN, Hub, httpx
 
 import fastlm
 from fastlm.export import gguf as export
