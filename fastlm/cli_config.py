@@ -97,16 +97,23 @@ def _unknown(key: str, where: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown key {key!r} {where}: {hint}")
 
 
+_OPENS = (
+    yaml.BlockMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.FlowSequenceStartToken,
+)
+_CLOSES = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
+_DEEPEST = 20
+
+
 def parse(text: str, overrides: Iterable[str] = (), name: str = "the configuration") -> TrainSettings:
     """Settings from YAML, with `section.key=value` after it.
 
     Raises:
         ConfigError: for text that is no YAML, unknown keys, values of another kind, or a missing model or data.
     """
-    try:
-        given = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is no YAML: {error}") from error
+    given = _loaded(text, name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{name} must be sections with keys, got {type(given).__name__}")
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()}
@@ -141,15 +148,29 @@ def parse(text: str, overrides: Iterable[str] = (), name: str = "the configurati
     return settings
 
 
+def _loaded(text: str, name: str) -> Any:
+    """What YAML says. Refuses what takes more time or memory to look at than to write: aliases, and nesting without an end."""
+    depth = 0
+    try:
+        for token in yaml.scan(text):
+            if isinstance(token, yaml.AliasToken):
+                raise ConfigError(f"{name} has the alias *{token.value}: write the value again in its place")
+            depth += isinstance(token, _OPENS) - isinstance(token, _CLOSES)
+            if depth > _DEEPEST:
+                raise ConfigError(
+                    f"{name} is nested more than {_DEEPEST} deep: sections hold keys, and keys hold values"
+                )
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is no YAML: {error}") from error
+
+
 def _override(merged: dict[str, Any], override: str) -> None:
     place, sign, text = override.partition("=")
     section, dot, key = place.strip().partition(".")
     if not sign or not section or (dot and not key):
         raise ConfigError(f"an override is section.key=value, as trainer.max_steps=10, got {override!r}")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {override!r} is no YAML: {error}") from error
+    value = _loaded(text, f"the value of {place.strip()}")
     if not dot:
         merged[section] = value
         return

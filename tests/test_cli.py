@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import checkpoint
 import pytest
@@ -101,6 +102,29 @@ MISTAKES = [
 def test_mistakes_in_a_configuration(text, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         parse(text)
+
+
+BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(9))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: " + "[" * 100_000, "nested more than 20 deep"),
+        ("model:\n" + "".join(" " * i + "-\n" for i in range(1, 3000)), "nested more than 20 deep"),
+        (BOMB, "has the alias"),
+        ("model: &a [*a]", "has the alias"),
+        ("model: {name: !!python/object/apply:os.system [true]}", "is no YAML"),
+    ],
+    ids=["flow", "block", "bomb", "itself", "code"],
+)
+def test_configurations_that_never_end_are_refused_at_once(text, words):
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=words):
+        parse(text)
+    with pytest.raises(ConfigError):
+        parse("", [f"model={text}"])
+    assert time.monotonic() - start < 5
 
 
 def test_overrides():
