@@ -30,9 +30,14 @@ def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def finetune(rows: list[dict]) -> str:
-    """One line a run, in the order of model and shape, all of one machine start. Failed runs stay."""
+    """One line a run, in the order of model and shape, all of one machine start. Failed runs stay.
+
+    Rows whose gate was not run or failed are kept in the file; no start is shown in which one of ours is such a row.
+    """
     # libraries stand beside each other only as one machine start measured them: the last one in which ours ran
     workload = lambda row: tuple(row[key] for key in ("model", "mode", "bs", "seq", "accum", "data", "gpu"))
+    unproven = {(workload(row), row["run_id"]) for row in rows if row.get("gate", "passed") != "passed"}
+    rows = [row for row in rows if (workload(row), row["run_id"]) not in unproven]
     starts = {workload(row): row["run_id"] for row in rows if row["impl"] == "fastlm"}
     latest = {
         (workload(row), row["trainer"], row["impl"], row["setting"]): row
