@@ -30,9 +30,11 @@ class DescribedBatches:
         elif mask is None and _is_table(positions) and len(positions) == 1 and "cu_seq_lens_q" not in batch:
             # transformers' rule (masking_utils.find_packed_sequence_indices): a sample begins where a position is not the next one
             starts = (positions[0].diff() != 1).nonzero().flatten() + 1
-            bounds = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), positions.shape[1])]).to(torch.int32)
-            longest = int(bounds.diff().max()) if positions.shape[1] else 0
-            batch.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
+            # a single sample is no packed row, and the fastest attention takes it as it is
+            if len(starts):
+                bounds = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), positions.shape[1])]).int()
+                longest = int(bounds.diff().max())
+                batch.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
         return batch
 
 

@@ -227,6 +227,13 @@ def test_batches_say_what_they_are(tmp_path, name):
         assert batches.pop_is_full(batch) is False
 
 
+def test_a_row_of_one_sample_is_not_called_packed():
+    batch = batches.DescribedBatches(lambda rows: dict(position_ids=torch.arange(9)[None]))(None)
+    assert set(batch) == {"position_ids"}
+    batch = batches.DescribedBatches(lambda rows: dict(position_ids=torch.tensor([[0, 0, 1]])))(None)
+    assert batch["cu_seq_lens_q"].tolist() == [0, 1, 3] and batch["max_length_q"] == 2
+
+
 # --- walks ---
 
 
