@@ -29,10 +29,10 @@ def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def finetune(rows: list[dict]) -> str:
-    """One line a run, in the order of model and shape, all of one machine start. Failed runs stay.
+def shown(rows: list[dict]) -> list[dict]:
+    """The rows that stand beside each other, in the order of model and shape: of a workload, those of one machine start. Failed runs stay.
 
-    Rows whose gate was not run or failed are kept in the file; no start is shown in which one of ours is such a row.
+    Rows whose gate was not run or failed are kept in the file; no start is shown that has such a row.
     """
     # libraries stand beside each other only as one machine start measured them: the last one in which ours ran
     workload = lambda row: tuple(row[key] for key in ("model", "mode", "bs", "seq", "accum", "data", "gpu"))
@@ -44,14 +44,20 @@ def finetune(rows: list[dict]) -> str:
         for row in rows
         if row["run_id"] == starts.get(workload(row))
     }
+    return sorted(latest.values(), key=lambda row: (row["model"], row["mode"], row["bs"] * row["seq"], row["data"]))
+
+
+def batch_of(row: dict) -> str:
+    return f"{row['bs']}x{row['seq']}" + (f"x{row['accum']}" if row["accum"] > 1 else "") + f" {row['data']}"
+
+
+def finetune(rows: list[dict]) -> str:
+    """One line a run."""
     table = []
-    for row in sorted(
-        latest.values(), key=lambda row: (row["model"], row["mode"], row["bs"] * row["seq"], row["data"])
-    ):
-        batch = f"{row['bs']}x{row['seq']}" + (f"x{row['accum']}" if row["accum"] > 1 else "")
+    for row in shown(rows):
         is_done = row["ms"] is not None
         table.append((
-            row["model"], row["mode"], f"{batch} {row['data']}", row["trainer"], f"{row['impl']} {row['setting']}".strip(),
+            row["model"], row["mode"], batch_of(row), row["trainer"], f"{row['impl']} {row['setting']}".strip(),
             f"{row['ms']:.0f}" if is_done else "out of memory", f"{row['tok_s']:,.0f}" if is_done else "–",
             f"{row['peak_gib']:.1f}" if is_done else "–", row["gpu"], f"{row['torch']} / {row['triton']}", row["commit"][:9],
         ))  # fmt: skip

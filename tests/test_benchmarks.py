@@ -147,3 +147,18 @@ def test_question_answering_is_judged_before_and_after(tmp_path):
     others[1]["losses"] = [loss + 0.5 for loss in others[1]["losses"]]
     text, agrees = gsm8k.verdict(rows + others)
     assert not agrees and "fastlm less trl: +0.25" in text
+
+
+def test_the_plot_shows_the_rows_of_the_table(tmp_path):
+    done = run("plot.py", "--out", tmp_path / "plot.svg")
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "plot.svg").read_text()
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import tables
+
+    rows = tables.shown(tables.read("finetune"))
+    # one bar a row and panel, and the file in the repository is of these rows
+    assert rows and all(f"{row['impl']} {row['setting']}" in drawn for row in rows)
+    kept = (ROOT / "benchmarks/results/finetune.svg").read_text()
+    for row in rows:
+        assert f"{row['tok_s']:,.0f}" in drawn and f"{row['tok_s']:,.0f}" in kept
