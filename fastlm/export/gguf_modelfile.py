@@ -39,7 +39,7 @@ class Texts:
     answer: tuple[str, str]
     prompt: str
 
-    def render(self, messages: list[Message]) -> str:
+    def written(self, messages: list[Message]) -> str:
         """What the Go template makes of a conversation that ends with a user's message."""
         parts = [] if messages[0]["role"] == "system" else [self.default]
         around = {"system": self.system, "user": self.user, "assistant": self.answer}
@@ -60,7 +60,7 @@ class _Template:
     tokenizer: Any
     adds_bos: bool
 
-    def render(self, messages: list[Message], is_prompt: bool) -> str:
+    def written(self, messages: list[Message], is_prompt: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_prompt)
         return text.removeprefix(self.tokenizer.bos_token) if self.adds_bos else text
 
@@ -103,7 +103,7 @@ def find_texts(tokenizer: Any, adds_bos: bool) -> Texts | None:
     try:
         texts = _find(template)
         for messages in _probes(with_system=texts.system is not None):
-            if texts.render(messages) != template.render(messages, True):
+            if texts.written(messages) != template.written(messages, True):
                 return None
     # what templates raise for conversations that they do not take
     except (TemplateError, ValueError, TypeError, KeyError) as error:
@@ -113,17 +113,17 @@ def find_texts(tokenizer: Any, adds_bos: bool) -> Texts | None:
 
 
 def _find(template: _Template) -> Texts:
-    open_end = template.render(_messages(("user", _USER)), False)
-    prompt = _cut_start(template.render(_messages(("user", _USER)), True), open_end)
+    open_end = template.written(_messages(("user", _USER)), False)
+    prompt = _cut_start(template.written(_messages(("user", _USER)), True), open_end)
     whole = _messages(("user", _USER), ("assistant", _ANSWER), ("user", _AGAIN))
-    first, middle, between, last = _between(template.render(whole, True), _USER, _ANSWER, _AGAIN)
+    first, middle, between, last = _between(template.written(whole, True), _USER, _ANSWER, _AGAIN)
     after_user = _cut_end(last, prompt)
     before_answer = _cut_start(middle, after_user)
-    after_answer = _between(template.render(whole[:2], False), _USER, _ANSWER)[-1]
+    after_answer = _between(template.written(whole[:2], False), _USER, _ANSWER)[-1]
     before_user = _cut_start(between, after_answer)
     default = _cut_end(first, before_user)
     try:
-        with_system = template.render(_messages(("system", _SYSTEM), ("user", _USER)), True)
+        with_system = template.written(_messages(("system", _SYSTEM), ("user", _USER)), True)
         before_system, inner, _ = _between(with_system, _SYSTEM, _USER)
         system = (before_system, _cut_end(inner, before_user))
     except (TemplateError, ValueError):

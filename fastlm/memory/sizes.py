@@ -189,11 +189,11 @@ class _Linear:
         self._ledger.give(self._low)
         self._low = 0 if self.x_pad else self._ledger.take(tokens * self.rank * self.shape.lora_itemsize)
 
-    def forward(self, tokens: int, holds: bool) -> int:
-        """Bytes of y."""
+    def forward(self, tokens: int, holds: bool, has_room: bool = False) -> int:
+        """Bytes of y: none if there is room for it."""
         self.make_low(tokens)
         self.decode()
-        y = self._ledger.take(tokens * self.row(self.group.width, self.dy_pad))
+        y = self._ledger.take(0 if has_room else tokens * self.row(self.group.width, self.dy_pad))
         if not holds:
             self.let_go()
         return y
@@ -302,10 +302,10 @@ def forward_peak(shape: LayerShape, tokens: int, plan: MemoryPlan) -> int:
         # from the tile before
         down.pack()
         down.decode()
-    wide = gate_up.forward(step, holds=False)
+    wide = gate_up.forward(step, holds=False, has_room=whole > 0)
     act = ledger.take(step * down.row(shape.down.features, down.x_pad))
     ledger.touch(0 if shape.is_gated else act)
-    if not plan.gate_up or whole:
+    if not plan.gate_up:
         ledger.give(wide)
     # in place, where nobody keeps the stream and the GEMM may add to it
     down.make_low(step)
