@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from fastlm_kernels.attention import packed_layout
 
 # says in a batch that its mask hides nothing; `pop_is_full` takes it out before the model is called
 _IS_FULL = "fastlm_mask_is_full"
@@ -28,12 +29,10 @@ class DescribedBatches:
             if bool(mask.all()):
                 batch[_IS_FULL] = True
         elif mask is None and _is_table(positions) and len(positions) == 1 and "cu_seq_lens_q" not in batch:
-            # transformers' rule (masking_utils.find_packed_sequence_indices): a sample begins where a position is not the next one
-            starts = (positions[0].diff() != 1).nonzero().flatten() + 1
+            layout = packed_layout(positions)
             # a single sample is no packed row, and the fastest attention takes it as it is
-            if len(starts):
-                bounds = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), positions.shape[1])]).int()
-                longest = int(bounds.diff().max())
+            if layout is not None:
+                bounds, longest = layout.cu_seqlens, layout.max_seqlen
                 batch.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=longest, max_length_k=longest)
         return batch
 
