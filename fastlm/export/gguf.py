@@ -285,7 +285,7 @@ def push_to_hub_gguf(
 
     Raises:
         ValueError, TypeError, ImportError: as `save_pretrained_gguf`; a bad `repo_id`.
-        HfHubHTTPError, httpx.TransportError: if the hub refuses, or cannot be reached five times.
+        HfHubHTTPError, or an error of its HTTP client: if the hub refuses, or cannot be reached five times.
     """
     name = repo_id.rpartition("/")[2]
 
@@ -295,4 +295,4 @@ def push_to_hub_gguf(
         card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\nGGUF files for llama.cpp and Ollama.\n")
         card.save(folder / "README.md")
 
-    return hub._push(save, repo_id, token, private, revision, commit_message or "GGUF by fastlm", create_pr)
+    return hub.upload(save, repo_id, token, private, revision, commit_message or "GGUF by fastlm", create_pr)

@@ -60,7 +60,7 @@ def push_to_hub_merged(
         ValueError, TypeError, RuntimeError: as `save_pretrained_merged`; a bad `repo_id`.
         HfHubHTTPError, or an error of its HTTP client: if the hub refuses, or cannot be reached five times.
     """
-    return _push(
+    return upload(
         lambda folder: save_pretrained_merged(model, folder, tokenizer, save_method, **saving),
         repo_id,
         token,
@@ -97,10 +97,10 @@ def push_to_hub(
             embeddings: Any = _base_model(model).get_input_embeddings()
             save_tokenizer(tokenizer, inside, embeddings.weight.shape[0])
 
-    return _push(save, repo_id, token, private, revision, commit_message or "Upload by fastlm", create_pr)
+    return upload(save, repo_id, token, private, revision, commit_message or "Upload by fastlm", create_pr)
 
 
-def _push(
+def upload(
     save: Callable[[Path], None],
     repo_id: str,
     token: str | bool | None,
@@ -109,6 +109,7 @@ def _push(
     commit_message: str,
     create_pr: bool,
 ) -> str:
+    """Upload what `save` writes into a folder. Returns the address of the commit; the rest as in `push_to_hub_merged`."""
     validate_repo_id(repo_id)
     api = HfApi(token=token)
     # before the work of saving: a token that may not write is an error at once
